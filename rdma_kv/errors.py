@@ -1,0 +1,163 @@
+"""Every error of rdma-kv and its code on the wire, on one screen.
+
+Facts are fields; the text is for people. `ErrorCode` and the classes map one to one, so that the reason for a failure
+reaches the peer and comes out there as the same class.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ErrorCode(IntEnum):
+    """What an ABORT, REJECT or refused HELLO says on the wire. Values never change their meaning."""
+
+    CONFIG = 1
+    LOCAL_PROTOCOL = 2
+    REMOTE_PROTOCOL = 3
+    INCOMPATIBLE_PEER = 4
+    PEER_LOST = 5
+    TRANSPORT = 6
+    REGISTRATION = 7
+    TRANSFER_TIMEOUT = 8
+    TRANSFER_ABORTED = 9
+    STAGING_FULL = 10
+    ROUTE_MISMATCH = 11
+    RANGE_UNAVAILABLE = 12
+    CLOSED = 13
+    FENCE_UNSUPPORTED = 14
+
+
+class RdmaKvError(Exception):
+    """Base of every error that rdma-kv raises on purpose."""
+
+    code: ErrorCode = ErrorCode.TRANSFER_ABORTED
+
+
+class ConfigError(RdmaKvError):
+    """A value given by the user cannot work. `field` names it; the text says how to mend it."""
+
+    code = ErrorCode.CONFIG
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class LocalProtocolError(RdmaKvError):
+    """Our own caller used the API out of order (push after finish, a key that is live, ...)."""
+
+    code = ErrorCode.LOCAL_PROTOCOL
+
+
+class ClosedError(LocalProtocolError):
+    """The agent is closed or closing."""
+
+    code = ErrorCode.CLOSED
+
+
+class PeerError(RdmaKvError):
+    """Something about the peer `peer`."""
+
+    def __init__(self, peer: str, message: str) -> None:
+        super().__init__(f"{peer}: {message}")
+        self.peer = peer
+        self.message = message
+
+
+class RemoteProtocolError(PeerError):
+    """The peer sent what the protocol does not allow."""
+
+    code = ErrorCode.REMOTE_PROTOCOL
+
+
+class IncompatiblePeerError(PeerError):
+    """Both sides cannot exchange KV. `field` names what differs."""
+
+    code = ErrorCode.INCOMPATIBLE_PEER
+
+    def __init__(self, peer: str, field: str, message: str) -> None:
+        super().__init__(peer, f"{field}: {message}")
+        self.field = field
+
+
+class PeerLostError(PeerError):
+    """The peer is gone: its stream closed, or its lease ended."""
+
+    code = ErrorCode.PEER_LOST
+
+
+class TransportError(RdmaKvError):
+    """The data plane failed. `backend` names it, `status` is its own word."""
+
+    code = ErrorCode.TRANSPORT
+
+    def __init__(self, backend: str, status: str, message: str) -> None:
+        super().__init__(f"{backend}: {message} ({status})")
+        self.backend = backend
+        self.status = status
+
+
+class RegistrationError(TransportError):
+    """Memory could not be registered, or a peer's metadata could not be used."""
+
+    code = ErrorCode.REGISTRATION
+
+
+class FenceUnsupported(TransportError):
+    """This lane cannot prove that memory is out of the transport's reach; the text says what is needed instead."""
+
+    code = ErrorCode.FENCE_UNSUPPORTED
+
+
+class TransferError(RdmaKvError):
+    """One transfer ended without success. `retryable`: the same request may be tried again under a new attempt."""
+
+    retryable = False
+
+    def __init__(self, transfer: str, stage: str, message: str) -> None:
+        super().__init__(f"transfer {transfer}: {message} (at {stage})")
+        self.transfer = transfer
+        self.stage = stage
+        self.message = message
+
+
+class TransferTimeout(TransferError):
+    """A deadline of the transfer passed."""
+
+    code = ErrorCode.TRANSFER_TIMEOUT
+    retryable = True
+
+
+class TransferAborted(TransferError):
+    """One participant gave the transfer up. `cause` is the code that it told, `culprit` who began."""
+
+    code = ErrorCode.TRANSFER_ABORTED
+    retryable = True
+
+    def __init__(
+        self, transfer: str, stage: str, message: str, *, cause: ErrorCode = ErrorCode.TRANSFER_ABORTED, culprit: str = ""
+    ) -> None:
+        super().__init__(transfer, stage, message)
+        self.cause = cause
+        self.culprit = culprit
+
+
+class RouteMismatchError(TransferError):
+    """The two sides computed different routes for one key: their registries or settings differ."""
+
+    code = ErrorCode.ROUTE_MISMATCH
+
+
+class RangeUnavailableError(TransferError):
+    """Decode asked for tokens that prefill does not have."""
+
+    code = ErrorCode.RANGE_UNAVAILABLE
+
+
+class StagingFull(TransferError):
+    """No staging slot can be had, nor will be."""
+
+    code = ErrorCode.STAGING_FULL
+    retryable = True
