@@ -137,7 +137,13 @@ class TransferAborted(TransferError):
     retryable = True
 
     def __init__(
-        self, transfer: str, stage: str, message: str, *, cause: ErrorCode = ErrorCode.TRANSFER_ABORTED, culprit: str = ""
+        self,
+        transfer: str,
+        stage: str,
+        message: str,
+        *,
+        cause: ErrorCode = ErrorCode.TRANSFER_ABORTED,
+        culprit: str = "",
     ) -> None:
         super().__init__(transfer, stage, message)
         self.cause = cause

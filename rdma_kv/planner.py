@@ -1,0 +1,422 @@
+"""Who sends what to whom, and where each byte lies: the routing rule and all byte arithmetic.
+
+Both sides of a transfer call these functions with the same arguments and get the same answer; nothing here waits or
+keeps state. The words are: a *route* is the list of moves of one (prefill replica, decode replica); a *move* is (src
+rank, dst rank, layers, heads) of one component; a *box* is what one WRITE carries of a move: a layer interval and a
+token interval. Inside a box the bytes are in the canonical order `[layer][kv][token][head][row]`.
+
+The routing rule. For one pair of stages, one pair of context ranks, one decode rank and one head, let C be the ranks of
+the prefill replica that hold the head, ascending, n of them, M the ranks of the decode replica that need it, m of them,
+and j the decode rank's place in M. The sender is `C[j*n//m + k % max(1, n//m)]`, k being the decode replica's index (so
+decode DP rank g of an MLA prefill without DP asks rank g mod TP) or, by option, crc32 of the transfer key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import astuple, dataclass
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from rdma_kv.errors import ConfigError
+from rdma_kv.layout import KvLayout
+from rdma_kv.topology import Component, ModelSpec, TieBreak, Topology
+from rdma_kv.types import Interval
+
+Int64Array = npt.NDArray[np.int64]
+
+_PREFERRED_BOX_TOKENS = 64  # a box keeps at least this many tokens together before it gives up layers
+
+
+class Move(NamedTuple):
+    """`heads` of `layers` of one component go from rank `src` of prefill to rank `dst` of decode.
+
+    `component` is the position in `ModelSpec.components`; `layers` are positions in that component's layer list;
+    `heads` are global head numbers.
+    """
+
+    component: int
+    src: int
+    dst: int
+    layers: Interval
+    heads: Interval
+
+
+class Box(NamedTuple):
+    """One chunk of a move: position of the move in its route, layers, token positions."""
+
+    move: int
+    layers: Interval
+    tokens: Interval
+
+
+# --- routing -----------------------------------------------------------------------------------------------------------
+
+
+def check_pair(model: ModelSpec, prefill: Topology, decode: Topology) -> None:
+    """Raises ConfigError, naming the field, where KV cannot go from `prefill` to `decode`."""
+    model.check_topology(prefill)
+    model.check_topology(decode)
+    if prefill.num_layers != decode.num_layers:
+        raise ConfigError(
+            "layers_per_stage", f"prefill stages hold {prefill.num_layers} layers, decode stages {decode.num_layers}"
+        )
+    p, d = prefill.attention_tp, decode.attention_tp
+    if p % d and d % p:
+        raise ConfigError("tp", f"attention TP (tp // dp) {p} of prefill and {d} of decode: one must divide the other")
+    for component in model.components:
+        if not component.has_tokens and (p != d or prefill.cp > 1 or decode.cp > 1):
+            raise ConfigError(
+                f"component {component.name}",
+                f"a state without tokens needs equal attention TP and cp=1, not {p} against {d}",
+            )
+
+
+@lru_cache(maxsize=4096)
+def _head_moves(
+    kv_heads: int, replicated: bool, prefill_tp: int, decode_tp: int, tie_break: int
+) -> tuple[tuple[int, int, Interval], ...]:
+    """The rule inside one pair of attention TP groups: (src attention rank, dst attention rank, heads), sorted."""
+
+    def holders(head: int, tp: int) -> range:
+        if replicated:
+            return range(tp)
+        first = head * tp // kv_heads
+        return range(first, first + max(1, tp // kv_heads))
+
+    spans: dict[tuple[int, int], list[Interval]] = {}
+    for head in range(kv_heads):
+        have, need = holders(head, prefill_tp), holders(head, decode_tp)
+        n, m = len(have), len(need)
+        for j, dst in enumerate(need):
+            src = have[j * n // m + tie_break % max(1, n // m)]
+            joined = spans.setdefault((src, dst), [])
+            if joined and joined[-1].end == head:
+                joined[-1] = Interval(joined[-1].start, head + 1)
+            else:
+                joined.append(Interval(head, head + 1))
+    return tuple((src, dst, heads) for (src, dst), found in sorted(spans.items()) for heads in found)
+
+
+def component_moves(
+    index: int,
+    component: Component,
+    prefill: Topology,
+    decode: Topology,
+    prefill_replica: int,
+    decode_replica: int,
+    tie_break: int,
+) -> list[Move]:
+    """All moves of one component between two replicas, sorted by (src, dst, layers, heads)."""
+    heads = _head_moves(component.kv_heads, component.replicated, prefill.attention_tp, decode.attention_tp, tie_break)
+    first_src = prefill_replica * prefill.attention_tp
+    first_dst = decode_replica * decode.attention_tp
+    src_layers = [component.layers_within(prefill.stage_layers(stage)) for stage in range(prefill.pp)]
+    dst_layers = [component.layers_within(decode.stage_layers(stage)) for stage in range(decode.pp)]
+    moves = []
+    for src_stage, have in enumerate(src_layers):
+        for dst_stage, need in enumerate(dst_layers):
+            layers = have & need
+            if not layers.size:
+                continue
+            for src_context in range(prefill.cp):
+                src_base = prefill.rank(src_stage, src_context, first_src)
+                for dst_context in range(decode.cp):
+                    dst_base = decode.rank(dst_stage, dst_context, first_dst)
+                    moves += [Move(index, src_base + a, dst_base + b, layers, h) for a, b, h in heads]
+    moves.sort()
+    return moves
+
+
+@dataclass(frozen=True)
+class Route:
+    """Everything that both sides derive for one (prefill replica, decode replica) and, by option, one key.
+
+    Raises:
+        ConfigError: the pair cannot exchange KV, or a replica does not exist.
+    """
+
+    model: ModelSpec
+    prefill: Topology
+    decode: Topology
+    prefill_replica: int
+    decode_replica: int
+    tie_break: TieBreak = TieBreak.REPLICA
+    key: str = ""
+
+    def __post_init__(self) -> None:
+        check_pair(self.model, self.prefill, self.decode)
+        self.prefill.check_replica(self.prefill_replica)
+        self.decode.check_replica(self.decode_replica)
+
+    @property
+    def tie_break_index(self) -> int:
+        """k of the rule."""
+        return zlib.crc32(self.key.encode()) if self.tie_break is TieBreak.KEY else self.decode_replica
+
+    @cached_property
+    def moves(self) -> tuple[Move, ...]:
+        """All moves of all components, component by component; a move's position here is its number on the wire."""
+        return tuple(
+            move
+            for index, component in enumerate(self.model.components)
+            for move in component_moves(
+                index,
+                component,
+                self.prefill,
+                self.decode,
+                self.prefill_replica,
+                self.decode_replica,
+                self.tie_break_index,
+            )
+        )
+
+    @cached_property
+    def digest(self) -> bytes:
+        """16 bytes over model, topologies, both replica indices and the tie-break; equal on both sides or refused."""
+        facts = (
+            1,
+            astuple(self.model),
+            _topology_facts(self.prefill),
+            _topology_facts(self.decode),
+            self.prefill_replica,
+            self.decode_replica,
+            self.tie_break.value,
+            self.tie_break_index,
+        )
+        return hashlib.blake2b(msgspec.msgpack.encode(facts), digest_size=16).digest()
+
+    @cached_property
+    def senders(self) -> tuple[int, ...]:
+        return tuple(sorted({move.src for move in self.moves}))
+
+    @cached_property
+    def receivers(self) -> tuple[int, ...]:
+        return tuple(sorted({move.dst for move in self.moves}))
+
+
+def _topology_facts(topology: Topology) -> tuple[object, ...]:
+    return (topology.tp, topology.pp, topology.cp, topology.dp, topology.layers_per_stage, str(topology.cp_split))
+
+
+# --- token positions under context parallelism -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenShare:
+    """Which token positions one context rank keeps, and where in its own pages.
+
+    With `cp` = 1 it keeps all. `contiguous` splits whole pages: floor(n / cp) each, the rest to the lowest ranks.
+
+    Attributes:
+        total_tokens: positions of the request that exist, `[0, total_tokens)`; `contiguous` depends on it.
+    """
+
+    topology: Topology
+    context: int
+    page_size: int
+    total_tokens: int
+
+    def positions(self, within: Interval) -> Int64Array:
+        """Owned positions inside `within`, ascending, int64."""
+        if self.topology.cp == 1:
+            return np.arange(within.start, within.end, dtype=np.int64)
+        interleave = self.topology.cp_split.interleave
+        if not interleave:
+            span = within & self._contiguous()
+            return np.arange(span.start, span.end, dtype=np.int64)
+        every = np.arange(within.start, within.end, dtype=np.int64)
+        return every[every // interleave % self.topology.cp == self.context]
+
+    def local(self, positions: Int64Array) -> Int64Array:
+        """Index of each owned position among all that this rank keeps: page = local // page_size."""
+        if self.topology.cp == 1:
+            return positions
+        interleave = self.topology.cp_split.interleave
+        if not interleave:
+            return positions - self._contiguous().start
+        return positions // (interleave * self.topology.cp) * interleave + positions % interleave
+
+    def _contiguous(self) -> Interval:
+        pages = -(-self.total_tokens // self.page_size)
+        each, rest = divmod(pages, self.topology.cp)
+        first = self.context * each + min(self.context, rest)
+        last = first + each + (self.context < rest)
+        return Interval(min(first * self.page_size, self.total_tokens), min(last * self.page_size, self.total_tokens))
+
+
+def move_positions(src: TokenShare, dst: TokenShare, within: Interval) -> Int64Array:
+    """Positions of `within` that a move carries: those that both its context ranks keep."""
+    positions = src.positions(within)
+    if dst.topology.cp == 1:
+        return positions
+    return np.intersect1d(positions, dst.positions(within), assume_unique=True)
+
+
+# --- boxes -------------------------------------------------------------------------------------------------------------
+
+
+def box_bytes(component: Component, move: Move, layers: int, tokens: int) -> int:
+    """Packed size of `layers` x `tokens` of a move."""
+    return layers * component.kv_factor * tokens * move.heads.size * component.row_bytes
+
+
+def cut(
+    number: int,
+    move: Move,
+    component: Component,
+    layers: Interval,
+    tokens: Interval,
+    positions: Int64Array,
+    chunk_bytes: int,
+) -> list[Box]:
+    """Cut `layers` x `tokens` of a move into boxes of at most `chunk_bytes`, which tile it exactly.
+
+    All layers stay together as long as a box holds a fair number of tokens; then layers are split.
+
+    Args:
+        number: the move's position in its route.
+        positions: the positions of `tokens` that the move carries (`move_positions`); nothing is cut where it is empty.
+
+    Raises:
+        ConfigError: one token of one layer does not fit into `chunk_bytes`.
+    """
+    if not positions.size or not layers.size:
+        return []
+    unit = box_bytes(component, move, 1, 1)
+    if unit > chunk_bytes:
+        raise ConfigError("slot_bytes", f"{chunk_bytes} is less than one token of one layer, {unit} bytes")
+    want_tokens = min(int(positions.size), _PREFERRED_BOX_TOKENS)
+    per_box_layers = max(1, min(layers.size, chunk_bytes // (unit * want_tokens)))
+    per_box_tokens = min(int(positions.size), chunk_bytes // (unit * per_box_layers))
+    starts = [tokens.start, *positions[per_box_tokens::per_box_tokens].tolist()]
+    spans = [Interval(a, b) for a, b in zip(starts, [*starts[1:], tokens.end], strict=True)]
+    return [
+        Box(number, Interval(first, min(first + per_box_layers, layers.end)), span)
+        for span in spans
+        for first in range(layers.start, layers.end, per_box_layers)
+    ]
+
+
+class Tiling:
+    """Watches that boxes tile `layers` x `tokens`: each once, nothing outside.
+
+    Example:
+        >>> tiling = Tiling(Interval(0, 2), Interval(0, 8))
+        >>> tiling.add(Interval(0, 2), Interval(0, 5))
+        True
+        >>> tiling.complete
+        False
+    """
+
+    def __init__(self, layers: Interval, tokens: Interval) -> None:
+        self._layers = layers
+        self._tokens = tokens
+        self._left = layers.size * tokens.size
+        self._seen = np.empty((0, 4), dtype=np.int64)
+        self._count = 0
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    def add(self, layers: Interval, tokens: Interval) -> bool:
+        """Count a box. False, and nothing changes, where it is empty, overlaps an earlier one or lies outside."""
+        if not (layers.size and tokens.size and self._layers.contains(layers) and self._tokens.contains(tokens)):
+            return False
+        seen = self._seen[: self._count]
+        overlaps = (
+            (seen[:, 0] < layers.end)
+            & (layers.start < seen[:, 1])
+            & (seen[:, 2] < tokens.end)
+            & (tokens.start < seen[:, 3])
+        )
+        if overlaps.any():
+            return False
+        if self._count == len(self._seen):
+            self._seen = np.concatenate([self._seen, np.empty((max(16, self._count), 4), dtype=np.int64)])
+        self._seen[self._count] = (layers.start, layers.end, tokens.start, tokens.end)
+        self._count += 1
+        self._left -= layers.size * tokens.size
+        return True
+
+
+# --- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def check_pages(field: str, pages: npt.ArrayLike, num_pages: int, needed: int) -> Int64Array:
+    """A request's page table as int64 `[n]`.
+
+    Raises:
+        ConfigError: not one-dimensional whole numbers, a page outside the pool, one page twice, or too few pages.
+    """
+    table = np.asarray(pages)
+    if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
+        raise ConfigError(field, "must be a one-dimensional sequence of page numbers")
+    table = table.astype(np.int64)
+    if table.size and not 0 <= int(table.min()) <= int(table.max()) < num_pages:
+        raise ConfigError(field, f"holds a page outside 0..{num_pages - 1}")
+    if np.unique(table).size != table.size:
+        raise ConfigError(field, "holds one page twice")
+    if table.size < needed:
+        raise ConfigError(field, f"has {table.size} pages, the token range needs {needed}")
+    return table
+
+
+def token_offsets(layout: KvLayout, pages: Int64Array, local: Int64Array, first_head: int) -> Int64Array:
+    """Bytes from a plane's origin to head `first_head` (of the rank's own) of each token, int64 `[tokens]`.
+
+    Args:
+        pages: the request's page table on this rank; `pages[i]` holds local tokens `[i * page_size, (i+1) * page_size)`.
+        local: local token indices (`TokenShare.local`).
+    """
+    page, token = np.divmod(local, layout.page_size)
+    return pages[page] * layout.page_stride + token * layout.token_stride + first_head * layout.head_stride
+
+
+class Runs(NamedTuple):
+    """Byte runs inside one plane: int64 arrays of offsets (from the plane's origin) and lengths, in packed order."""
+
+    offsets: Int64Array
+    lengths: Int64Array
+
+
+def byte_runs(layout: KvLayout, pages: Int64Array, local: Interval, heads: Interval) -> Runs:
+    """The longest contiguous runs that hold `heads` (of the rank's own) of local tokens `local`, in one plane.
+
+    Neighbouring runs are merged, also across pages that lie side by side. The same runs hold in every plane. Runs are in
+    ascending token order; inside a page whose heads lie apart, head by head.
+    """
+    if not local.size or not heads.size:
+        empty = np.empty(0, dtype=np.int64)
+        return Runs(empty, empty)
+    first_page, last_page = local.start // layout.page_size, (local.end - 1) // layout.page_size
+    index = np.arange(first_page, last_page + 1, dtype=np.int64)
+    begin = np.maximum(local.start - index * layout.page_size, 0)
+    end = np.minimum(local.end - index * layout.page_size, layout.page_size)
+    base = pages[index] * layout.page_stride
+    row = layout.row_bytes
+    head_offsets = np.arange(heads.start, heads.end, dtype=np.int64) * layout.head_stride
+    if layout.head_stride == row or heads.size == 1:  # one run holds all wanted heads of a token
+        row, head_offsets = row * heads.size, head_offsets[:1]
+    if layout.token_stride == row or layout.page_size == 1:  # one run holds all wanted tokens of a page
+        offsets = (base + begin * layout.token_stride)[:, None] + head_offsets
+        lengths = np.broadcast_to(((end - begin) * row)[:, None], offsets.shape)
+    else:
+        counts = end - begin
+        page_of = np.repeat(np.arange(index.size), counts)
+        token = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + begin[page_of]
+        offsets = (base[page_of] + token * layout.token_stride)[:, None] + head_offsets
+        lengths = np.full(offsets.shape, row, dtype=np.int64)
+    return _merge(offsets.reshape(-1), lengths.reshape(-1))
+
+
+def _merge(offsets: Int64Array, lengths: Int64Array) -> Runs:
+    """Join runs where one ends and the next begins."""
+    starts = np.flatnonzero(np.concatenate([[True], offsets[1:] != offsets[:-1] + lengths[:-1]]))
+    return Runs(offsets[starts], np.add.reduceat(lengths, starts))
