@@ -17,6 +17,7 @@ import hashlib
 import zlib
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -58,6 +59,7 @@ class Box(NamedTuple):
 # --- routing -----------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=256)
 def check_pair(model: ModelSpec, prefill: Topology, decode: Topology) -> None:
     """Raises ConfigError, naming the field, where KV cannot go from `prefill` to `decode`."""
     model.check_topology(prefill)
@@ -77,10 +79,9 @@ def check_pair(model: ModelSpec, prefill: Topology, decode: Topology) -> None:
             )
 
 
-@lru_cache(maxsize=4096)
 def _head_moves(
     kv_heads: int, replicated: bool, prefill_tp: int, decode_tp: int, tie_break: int
-) -> tuple[tuple[int, int, Interval], ...]:
+) -> list[tuple[int, int, Interval]]:
     """The rule inside one pair of attention TP groups: (src attention rank, dst attention rank, heads), sorted."""
 
     def holders(head: int, tp: int) -> range:
@@ -100,37 +101,45 @@ def _head_moves(
                 joined[-1] = Interval(joined[-1].start, head + 1)
             else:
                 joined.append(Interval(head, head + 1))
-    return tuple((src, dst, heads) for (src, dst), found in sorted(spans.items()) for heads in found)
+    return [(src, dst, heads) for (src, dst), found in sorted(spans.items()) for heads in found]
 
 
-def component_moves(
-    index: int,
-    component: Component,
-    prefill: Topology,
-    decode: Topology,
-    prefill_replica: int,
-    decode_replica: int,
-    tie_break: int,
-) -> list[Move]:
-    """All moves of one component between two replicas, sorted by (src, dst, layers, heads)."""
+def _stages(component: Component, topology: Topology) -> list[Interval]:
+    """The component's layers of each stage."""
+    ends = [0, *accumulate(topology.layers_per_stage)]
+    return [component.layers_within(Interval(start, end)) for start, end in pairwise(ends)]
+
+
+def _stage_overlaps(src: list[Interval], dst: list[Interval]) -> list[tuple[int, int, Interval]]:
+    """(src stage, dst stage, common layers) of every pair of stages that have some; both lists ascend."""
+    overlaps = []
+    i = j = 0
+    while i < len(src) and j < len(dst):
+        layers = src[i] & dst[j]
+        if layers.size:
+            overlaps.append((i, j, layers))
+        if src[i].end <= dst[j].end:
+            i += 1
+        else:
+            j += 1
+    return overlaps
+
+
+@lru_cache(maxsize=256)
+def _pattern(
+    component: Component, prefill: Topology, decode: Topology, tie_break: int
+) -> tuple[tuple[int, int, Interval, Interval], ...]:
+    """Moves between replicas 0 and 0, sorted. Those of other replicas are the same, all ranks shifted by one amount."""
     heads = _head_moves(component.kv_heads, component.replicated, prefill.attention_tp, decode.attention_tp, tie_break)
-    first_src = prefill_replica * prefill.attention_tp
-    first_dst = decode_replica * decode.attention_tp
-    src_layers = [component.layers_within(prefill.stage_layers(stage)) for stage in range(prefill.pp)]
-    dst_layers = [component.layers_within(decode.stage_layers(stage)) for stage in range(decode.pp)]
-    moves = []
-    for src_stage, have in enumerate(src_layers):
-        for dst_stage, need in enumerate(dst_layers):
-            layers = have & need
-            if not layers.size:
-                continue
-            for src_context in range(prefill.cp):
-                src_base = prefill.rank(src_stage, src_context, first_src)
-                for dst_context in range(decode.cp):
-                    dst_base = decode.rank(dst_stage, dst_context, first_dst)
-                    moves += [Move(index, src_base + a, dst_base + b, layers, h) for a, b, h in heads]
-    moves.sort()
-    return moves
+    return tuple(
+        sorted(
+            (src_base + a, dst_base + b, layers, h)
+            for src_stage, dst_stage, layers in _stage_overlaps(_stages(component, prefill), _stages(component, decode))
+            for src_base in (prefill.rank(src_stage, context, 0) for context in range(prefill.cp))
+            for dst_base in (decode.rank(dst_stage, context, 0) for context in range(decode.cp))
+            for a, b, h in heads
+        )
+    )
 
 
 @dataclass(frozen=True)
@@ -165,16 +174,18 @@ class Route:
         return tuple(
             move
             for index, component in enumerate(self.model.components)
-            for move in component_moves(
-                index,
-                component,
-                self.prefill,
-                self.decode,
-                self.prefill_replica,
-                self.decode_replica,
-                self.tie_break_index,
-            )
+            for move in self._component_moves(index, component)
         )
+
+    def _component_moves(self, index: int, component: Component) -> list[Move]:
+        """Moves of one component, sorted by (src, dst, layers, heads)."""
+        prefill, decode = self.prefill, self.decode
+        senders = component.holders_of_a_head(prefill.attention_tp)
+        spread = max(1, senders // component.holders_of_a_head(decode.attention_tp))
+        pattern = _pattern(component, prefill, decode, self.tie_break_index % spread)
+        first_src = self.prefill_replica * prefill.attention_tp
+        first_dst = self.decode_replica * decode.attention_tp
+        return [Move(index, first_src + src, first_dst + dst, layers, heads) for src, dst, layers, heads in pattern]
 
     @cached_property
     def digest(self) -> bytes:
@@ -240,7 +251,8 @@ class TokenShare:
         interleave = self.topology.cp_split.interleave
         if not interleave:
             return positions - self._contiguous().start
-        return positions // (interleave * self.topology.cp) * interleave + positions % interleave
+        local: Int64Array = positions // (interleave * self.topology.cp) * interleave + positions % interleave
+        return local
 
     def _contiguous(self) -> Interval:
         pages = -(-self.total_tokens // self.page_size)
@@ -272,6 +284,7 @@ def cut(
     component: Component,
     layers: Interval,
     tokens: Interval,
+    *,
     positions: Int64Array,
     chunk_bytes: int,
 ) -> list[Box]:
@@ -303,8 +316,82 @@ def cut(
     ]
 
 
+@dataclass(frozen=True)
+class LinkPlan:
+    """The part of a route that goes over one link: from the ranks of one prefill agent to those of one decode agent.
+
+    Attributes:
+        moves: positions in `route.moves`, ascending.
+        prefill_pages, decode_pages: page size per component, in tokens (contiguous context splits depend on them).
+        chunk_bytes: largest box; the smaller of both sides' slots.
+        total_tokens: positions of the request that exist, per component.
+    """
+
+    route: Route
+    moves: tuple[int, ...]
+    prefill_pages: tuple[int, ...]
+    decode_pages: tuple[int, ...]
+    chunk_bytes: int
+    total_tokens: tuple[int, ...]
+
+    def move(self, number: int) -> Move:
+        return self.route.moves[number]
+
+    def component(self, number: int) -> Component:
+        return self.route.model.components[self.move(number).component]
+
+    def src_share(self, number: int) -> TokenShare:
+        """What the sending rank keeps."""
+        move, prefill = self.move(number), self.route.prefill
+        context = prefill.place(move.src)[1]
+        return TokenShare(prefill, context, self.prefill_pages[move.component], self.total_tokens[move.component])
+
+    def dst_share(self, number: int) -> TokenShare:
+        """What the receiving rank keeps."""
+        move, decode = self.move(number), self.route.decode
+        context = decode.place(move.dst)[1]
+        return TokenShare(decode, context, self.decode_pages[move.component], self.total_tokens[move.component])
+
+    def positions(self, number: int, tokens: Interval) -> Int64Array:
+        """The positions of `tokens` that move `number` carries."""
+        return move_positions(self.src_share(number), self.dst_share(number), tokens)
+
+    def carried(self, number: int, tokens: Interval) -> int:
+        """How many of `tokens` move `number` carries."""
+        if self.route.prefill.cp == 1 and self.route.decode.cp == 1:
+            return tokens.size
+        return int(self.positions(number, tokens).size)
+
+    def cut(self, number: int, layers: Interval, tokens: Interval) -> list[Box]:
+        """Boxes of `layers` x `tokens` of one move, clipped to the move's layers; none where it carries nothing."""
+        move = self.move(number)
+        positions = self.positions(number, tokens)
+        component = self.component(number)
+        layers = move.layers & layers
+        return cut(number, move, component, layers, tokens, positions=positions, chunk_bytes=self.chunk_bytes)
+
+    def box_bytes(self, box: Box) -> int:
+        """Packed size of a box."""
+        tokens = self.carried(box.move, box.tokens)
+        return box_bytes(self.component(box.move), self.move(box.move), box.layers.size, tokens)
+
+    def tilings(self, ranges: tuple[Interval, ...]) -> dict[int, Tiling]:
+        """What has to come for token ranges `ranges` (per component): a Tiling for each move that carries anything."""
+        wanted = {}
+        for number in self.moves:
+            move = self.move(number)
+            tokens = ranges[move.component]
+            carried = self.carried(number, tokens)
+            if carried:
+                wanted[number] = Tiling(move.layers, tokens, carried)
+        return wanted
+
+
 class Tiling:
     """Watches that boxes tile `layers` x `tokens`: each once, nothing outside.
+
+    Args:
+        carried: how many of the tokens really come, where context parallelism leaves some out; all by default.
 
     Example:
         >>> tiling = Tiling(Interval(0, 2), Interval(0, 8))
@@ -314,10 +401,10 @@ class Tiling:
         False
     """
 
-    def __init__(self, layers: Interval, tokens: Interval) -> None:
+    def __init__(self, layers: Interval, tokens: Interval, carried: int | None = None) -> None:
         self._layers = layers
         self._tokens = tokens
-        self._left = layers.size * tokens.size
+        self._left = layers.size * (tokens.size if carried is None else carried)
         self._seen = np.empty((0, 4), dtype=np.int64)
         self._count = 0
 
@@ -325,8 +412,13 @@ class Tiling:
     def complete(self) -> bool:
         return self._left == 0
 
-    def add(self, layers: Interval, tokens: Interval) -> bool:
-        """Count a box. False, and nothing changes, where it is empty, overlaps an earlier one or lies outside."""
+    @property
+    def left(self) -> int:
+        """Layers x tokens that no box has covered yet."""
+        return self._left
+
+    def add(self, layers: Interval, tokens: Interval, carried: int | None = None) -> bool:
+        """Count a box, of which `carried` tokens (all, by default) are real. False, and nothing changes, where it is empty, overlaps an earlier one or lies outside."""
         if not (layers.size and tokens.size and self._layers.contains(layers) and self._tokens.contains(tokens)):
             return False
         seen = self._seen[: self._count]
@@ -342,7 +434,7 @@ class Tiling:
             self._seen = np.concatenate([self._seen, np.empty((max(16, self._count), 4), dtype=np.int64)])
         self._seen[self._count] = (layers.start, layers.end, tokens.start, tokens.end)
         self._count += 1
-        self._left -= layers.size * tokens.size
+        self._left -= layers.size * (tokens.size if carried is None else carried)
         return True
 
 
@@ -376,7 +468,10 @@ def token_offsets(layout: KvLayout, pages: Int64Array, local: Int64Array, first_
         local: local token indices (`TokenShare.local`).
     """
     page, token = np.divmod(local, layout.page_size)
-    return pages[page] * layout.page_stride + token * layout.token_stride + first_head * layout.head_stride
+    offsets: Int64Array = (
+        pages[page] * layout.page_stride + token * layout.token_stride + first_head * layout.head_stride
+    )
+    return offsets
 
 
 class Runs(NamedTuple):
@@ -396,22 +491,23 @@ def byte_runs(layout: KvLayout, pages: Int64Array, local: Interval, heads: Inter
         empty = np.empty(0, dtype=np.int64)
         return Runs(empty, empty)
     first_page, last_page = local.start // layout.page_size, (local.end - 1) // layout.page_size
-    index = np.arange(first_page, last_page + 1, dtype=np.int64)
-    begin = np.maximum(local.start - index * layout.page_size, 0)
-    end = np.minimum(local.end - index * layout.page_size, layout.page_size)
-    base = pages[index] * layout.page_stride
+    base = pages[first_page : last_page + 1] * layout.page_stride
+    begin = local.start - first_page * layout.page_size  # counted from the first page's first token
     row = layout.row_bytes
     head_offsets = np.arange(heads.start, heads.end, dtype=np.int64) * layout.head_stride
     if layout.head_stride == row or heads.size == 1:  # one run holds all wanted heads of a token
         row, head_offsets = row * heads.size, head_offsets[:1]
     if layout.token_stride == row or layout.page_size == 1:  # one run holds all wanted tokens of a page
-        offsets = (base + begin * layout.token_stride)[:, None] + head_offsets
-        lengths = np.broadcast_to(((end - begin) * row)[:, None], offsets.shape)
+        counts = np.full(base.size, layout.page_size, dtype=np.int64)
+        counts[-1] = local.end - last_page * layout.page_size
+        counts[0] -= begin
+        base[0] += begin * layout.token_stride
+        offsets = base[:, None] + head_offsets
+        lengths = np.broadcast_to((counts * row)[:, None], offsets.shape)
     else:
-        counts = end - begin
-        page_of = np.repeat(np.arange(index.size), counts)
-        token = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts) + begin[page_of]
-        offsets = (base[page_of] + token * layout.token_stride)[:, None] + head_offsets
+        tokens = np.arange(layout.page_size, dtype=np.int64) * layout.token_stride
+        starts = (base[:, None] + tokens).reshape(-1)[begin : begin + local.size]
+        offsets = starts[:, None] + head_offsets
         lengths = np.full(offsets.shape, row, dtype=np.int64)
     return _merge(offsets.reshape(-1), lengths.reshape(-1))
 

@@ -8,6 +8,7 @@ outermost, then `cp`, then `tp`. `dp` is the number of attention-DP replicas *in
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -229,10 +230,13 @@ class Component:
         first = attention_rank * self.kv_heads // attention_tp
         return Interval(first, first + max(1, self.kv_heads // attention_tp))
 
+    def holders_of_a_head(self, attention_tp: int) -> int:
+        """How many ranks of an attention TP group have the same head."""
+        return attention_tp if self.replicated else max(1, attention_tp // self.kv_heads)
+
     def layers_within(self, layers: Interval) -> Interval:
         """Positions in `self.layers` whose global ids fall into `layers`."""
-        start = sum(1 for layer in self.layers if layer < layers.start)
-        return Interval(start, start + sum(1 for layer in self.layers if layers.start <= layer < layers.end))
+        return Interval(bisect_left(self.layers, layers.start), bisect_left(self.layers, layers.end))
 
 
 @dataclass(frozen=True, slots=True)

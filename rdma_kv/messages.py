@@ -1,0 +1,273 @@
+"""The control messages, their limits, and the notification that follows a WRITE.
+
+Every control message is one MessagePack map with a `type` field, inside a frame of a 4-byte big-endian length and that
+many bytes. Field types and sizes are checked while decoding; what a number may mean (is this slot granted to that peer?)
+is checked by the machine that gets the message. Nothing here can execute anything: no pickle, no eval.
+
+An interval is `[start, end]` with an exclusive end; lists "per component" follow the order of the components in HELLO.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from rdma_kv.errors import ErrorCode, RemoteProtocolError
+
+PROTOCOL_VERSION = 1
+MAX_FRAME_BYTES = 1 << 20
+FRAME_HEADER = struct.Struct(">I")
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Text = Annotated[str, Meta(max_length=2048)]
+Key = Annotated[str, Meta(min_length=1, max_length=512)]
+Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+Address = Annotated[int, Meta(ge=0, lt=1 << 63)]
+Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
+Span = tuple[Index, Index]
+SlotEpoch = tuple[Index, Sequence]
+Spans = Annotated[list[Span], Meta(max_length=64)]
+SlotEpochs = Annotated[list[SlotEpoch], Meta(max_length=4096)]
+Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Message(Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
+    """Base of all control messages."""
+
+
+class TopologyFacts(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Topology` on the wire."""
+
+    tp: Index
+    pp: Index
+    cp: Index
+    dp: Index
+    layers_per_stage: Annotated[list[Index], Meta(max_length=4096)]
+    cp_split: Name
+
+
+class ComponentFacts(Struct, frozen=True, forbid_unknown_fields=True):
+    """`Component` on the wire. `page_size` may differ between the sides; everything else must not."""
+
+    name: Name
+    layers: Annotated[list[Index], Meta(max_length=4096)]
+    kv_heads: Index
+    kv_factor: Index
+    row_bytes: Size
+    dtype: Name
+    replicated: bool
+    has_tokens: bool
+    scale_mode: Text
+    page_size: Index
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message in both directions: who I am, what I own, what my KV looks like.
+
+    Attributes:
+        rank: the lowest rank that this agent owns; part of its identity.
+        incarnation: 16 random bytes of this process life.
+        owns: (replica, rank) of everything this agent owns.
+        slot_bytes: my staging slot; a chunk is at most the smaller of both sides' slots.
+    """
+
+    version: Index
+    cluster: Name
+    engine: Name
+    role: Name
+    rank: Index
+    incarnation: Digest
+    topology: TopologyFacts
+    tie_break: Name
+    fingerprint: Text
+    components: Annotated[list[ComponentFacts], Meta(min_length=1, max_length=64)]
+    owns: Annotated[list[tuple[Index, Index]], Meta(min_length=1, max_length=65536)]
+    transport: Name
+    slot_bytes: Size
+
+
+class Regions(Message, frozen=True, tag="regions"):
+    """Target to initiator, before its first GRANT: where the staging slots lie and how to reach them."""
+
+    address: Address
+    num_slots: Annotated[int, Meta(ge=1, le=1 << 20)]
+    slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)]
+    device: Index
+    metadata: Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
+
+
+class Expect(Message, frozen=True, tag="expect"):
+    """Decode to every agent of a prefill replica: I wait for `key`."""
+
+    key: Key
+    attempt: Index
+    prefill_replica: Index
+    decode_replica: Index
+    digest: Digest
+    tokens: Spans
+
+
+class Offer(Message, frozen=True, tag="offer"):
+    """Prefill to decode: `key` can be had. Repeats, with a larger `want`, as boxes get ready.
+
+    Attributes:
+        transfer: this link's sequence number of the transfer; with the sender's incarnation its id.
+        available: token range per component that will be pushed.
+        want: boxes that are ready so far, all in all; the target grants slots up to that number.
+    """
+
+    transfer: Sequence
+    key: Key
+    attempt: Index
+    prefill_replica: Index
+    decode_replica: Index
+    digest: Digest
+    available: Spans
+    want: Count
+
+
+class Grant(Message, frozen=True, tag="grant"):
+    """Decode to prefill: send these token ranges, into these slots. Repeats as slots get free, ranges stay the same."""
+
+    transfer: Sequence
+    ranges: Spans
+    slots: SlotEpochs
+
+
+class Reject(Message, frozen=True, tag="reject"):
+    """Decode to prefill: this OFFER is refused, nothing was granted."""
+
+    transfer: Sequence
+    code: ErrorCode
+    message: Text
+
+
+class Release(Message, frozen=True, tag="release"):
+    """Prefill to decode: these grants will not be used; nothing was posted to them."""
+
+    transfer: Sequence
+    slots: SlotEpochs
+
+
+class Start(Message, frozen=True, tag="start"):
+    """Prefill to decode, before the first WRITE of a transfer: progress your transport from here on."""
+
+    transfer: Sequence
+
+
+class Ack(Message, frozen=True, tag="ack"):
+    """Decode to prefill: the box in this slot is in its pages; the grant has ended."""
+
+    transfer: Sequence
+    slot: Index
+    epoch: Sequence
+
+
+class Finish(Message, frozen=True, tag="finish"):
+    """Prefill to decode: every box was written, no grant is used any more, and this is the request's metadata."""
+
+    transfer: Sequence
+    boxes: Count
+    metadata: dict[str, Any]
+
+
+class Done(Message, frozen=True, tag="done"):
+    """Decode to prefill: all boxes and the metadata are in, source pages are free.
+
+    With `transfer` 0, prefill to decode: the EXPECT of `key` finds no moves between us; nothing will come.
+    """
+
+    transfer: Index
+    key: Text = ""
+    prefill_replica: Index = 0
+    decode_replica: Index = 0
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Either side: this transfer has failed. Prefill numbers transfers, so the number says enough."""
+
+    transfer: Sequence
+    code: ErrorCode
+    culprit: Text
+    message: Text
+
+
+class Quiesced(Message, frozen=True, tag="quiesced"):
+    """Prefill to decode after an abort: every posted WRITE has succeeded or none was posted; all grants are free."""
+
+    transfer: Sequence
+
+
+class Bye(Message, frozen=True, tag="bye"):
+    """Last message of a link: why it ends. `field` names what does not match in a refused handshake."""
+
+    code: ErrorCode
+    field: Text
+    message: Text
+
+
+ControlMessage = (
+    Hello | Regions | Expect | Offer | Grant | Reject | Release | Start | Ack | Finish | Done | Abort | Quiesced | Bye
+)
+
+
+class Notification(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What follows the data of one WRITE over the data plane: which box lies in which granted slot.
+
+    `move` is the move's number in the route that both sides computed.
+    """
+
+    transfer: Sequence
+    slot: Index
+    epoch: Sequence
+    move: Index
+    layers: Span
+    tokens: Span
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(ControlMessage)
+_notification_decoder = msgspec.msgpack.Decoder(Notification)
+
+
+def encode(message: ControlMessage) -> bytes:
+    """One message as a whole frame.
+
+    Raises:
+        ValueError: the body would exceed MAX_FRAME_BYTES.
+    """
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME_BYTES:
+        raise ValueError(
+            f"a {type(message).__name__} of {len(body)} bytes exceeds the frame limit of {MAX_FRAME_BYTES}"
+        )
+    return FRAME_HEADER.pack(len(body)) + body
+
+
+def decode(peer: str, body: bytes) -> ControlMessage:
+    """One frame's body.
+
+    Raises:
+        RemoteProtocolError: not MessagePack, an unknown kind, a missing, unknown or out-of-range field.
+    """
+    try:
+        return _decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as exc:
+        raise RemoteProtocolError(peer, f"unreadable control message: {exc}") from exc
+
+
+def encode_notification(notification: Notification) -> bytes:
+    return _encoder.encode(notification)
+
+
+def decode_notification(peer: str, body: bytes) -> Notification:
+    """Raises RemoteProtocolError where the bytes are not a notification."""
+    try:
+        return _notification_decoder.decode(body)
+    except (msgspec.MsgspecError, RecursionError, ValueError) as exc:
+        raise RemoteProtocolError(peer, f"unreadable notification: {exc}") from exc

@@ -1,0 +1,76 @@
+"""What a machine asks the shell to do. The shell obeys, in order, and reports back what came of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rdma_kv.errors import RdmaKvError
+from rdma_kv.messages import ControlMessage
+from rdma_kv.planner import Box
+from rdma_kv.slots import SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class SendMessage:
+    """Put a message on the control stream."""
+
+    message: ControlMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Pack `box` from the source pages into the local slot; then `gathered` or `gather_failed`."""
+
+    slot: SlotRef
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class PostWrite:
+    """WRITE the box in local slot `slot` into the peer's slot `target`; then `written` or `write_failed`."""
+
+    slot: SlotRef
+    target: SlotRef
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Scatter:
+    """Unpack `box` from the local slot into the destination pages; then `scattered` or `scatter_failed`."""
+
+    slot: SlotRef
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSlot:
+    """The local slot is proven untouched: back to the pool."""
+
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class KeepSlot:
+    """The local slot is not proven untouched: hold it as unproven until a proof comes."""
+
+    slot: SlotRef
+
+
+@dataclass(frozen=True, slots=True)
+class Listen:
+    """Begin (True) or end (False) to progress the transport for this transfer."""
+
+    on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The outcome for the caller, once per transfer: its pages are no longer read or written.
+
+    `error` is None for success. Slots may still be held after a failure.
+    """
+
+    error: RdmaKvError | None
+
+
+Action = SendMessage | Gather | PostWrite | Scatter | ReleaseSlot | KeepSlot | Listen | Finished
