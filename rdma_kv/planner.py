@@ -17,7 +17,7 @@ import hashlib
 import zlib
 from dataclasses import astuple, dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import msgspec
@@ -66,7 +66,8 @@ def check_pair(model: ModelSpec, prefill: Topology, decode: Topology) -> None:
     model.check_topology(decode)
     if prefill.num_layers != decode.num_layers:
         raise ConfigError(
-            "layers_per_stage", f"prefill stages hold {prefill.num_layers} layers, decode stages {decode.num_layers}"
+            "layers_per_stage",
+            f"prefill stages hold {prefill.num_layers} layers, decode stages {decode.num_layers}; make them equal",
         )
     p, d = prefill.attention_tp, decode.attention_tp
     if p % d and d % p:
@@ -171,20 +172,15 @@ class Route:
     @cached_property
     def moves(self) -> tuple[Move, ...]:
         """All moves of all components, component by component; a move's position here is its number on the wire."""
-        return tuple(
-            move
-            for index, component in enumerate(self.model.components)
-            for move in self._component_moves(index, component)
-        )
+        components = enumerate(self.model.components)
+        return tuple(chain.from_iterable(self._component_moves(index, component) for index, component in components))
 
     def _component_moves(self, index: int, component: Component) -> list[Move]:
         """Moves of one component, sorted by (src, dst, layers, heads)."""
-        prefill, decode = self.prefill, self.decode
-        senders = component.holders_of_a_head(prefill.attention_tp)
-        spread = max(1, senders // component.holders_of_a_head(decode.attention_tp))
-        pattern = _pattern(component, prefill, decode, self.tie_break_index % spread)
-        first_src = self.prefill_replica * prefill.attention_tp
-        first_dst = self.decode_replica * decode.attention_tp
+        p, d = self.prefill.attention_tp, self.decode.attention_tp
+        spread = max(1, component.holders_of_a_head(p) // component.holders_of_a_head(d))
+        pattern = _pattern(component, self.prefill, self.decode, self.tie_break_index % spread)
+        first_src, first_dst = self.prefill_replica * p, self.decode_replica * d
         return [Move(index, first_src + src, first_dst + dst, layers, heads) for src, dst, layers, heads in pattern]
 
     @cached_property
@@ -242,7 +238,8 @@ class TokenShare:
             span = within & self._contiguous()
             return np.arange(span.start, span.end, dtype=np.int64)
         every = np.arange(within.start, within.end, dtype=np.int64)
-        return every[every // interleave % self.topology.cp == self.context]
+        mine: Int64Array = every[every // interleave % self.topology.cp == self.context]
+        return mine
 
     def local(self, positions: Int64Array) -> Int64Array:
         """Index of each owned position among all that this rank keeps: page = local // page_size."""
@@ -340,6 +337,15 @@ class LinkPlan:
     def component(self, number: int) -> Component:
         return self.route.model.components[self.move(number).component]
 
+    def check_chunk(self) -> None:
+        """Raises ConfigError where one token of one layer of some move does not fit into a chunk."""
+        for number in self.moves:
+            unit = box_bytes(self.component(number), self.move(number), 1, 1)
+            if unit > self.chunk_bytes:
+                raise ConfigError(
+                    "staging.slot_bytes", f"{self.chunk_bytes} is less than one token of one layer, {unit} bytes"
+                )
+
     def src_share(self, number: int) -> TokenShare:
         """What the sending rank keeps."""
         move, prefill = self.move(number), self.route.prefill
@@ -418,7 +424,10 @@ class Tiling:
         return self._left
 
     def add(self, layers: Interval, tokens: Interval, carried: int | None = None) -> bool:
-        """Count a box, of which `carried` tokens (all, by default) are real. False, and nothing changes, where it is empty, overlaps an earlier one or lies outside."""
+        """Count a box, of which `carried` tokens (all, by default) are real.
+
+        False, and nothing changes, where it is empty, overlaps an earlier one or lies outside.
+        """
         if not (layers.size and tokens.size and self._layers.contains(layers) and self._tokens.contains(tokens)):
             return False
         seen = self._seen[: self._count]
@@ -447,7 +456,10 @@ def check_pages(field: str, pages: npt.ArrayLike, num_pages: int, needed: int) -
     Raises:
         ConfigError: not one-dimensional whole numbers, a page outside the pool, one page twice, or too few pages.
     """
-    table = np.asarray(pages)
+    try:
+        table = np.asarray(pages)
+    except ValueError as exc:  # ragged
+        raise ConfigError(field, "must be a one-dimensional sequence of page numbers") from exc
     if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
         raise ConfigError(field, "must be a one-dimensional sequence of page numbers")
     table = table.astype(np.int64)
@@ -458,6 +470,14 @@ def check_pages(field: str, pages: npt.ArrayLike, num_pages: int, needed: int) -
     if table.size < needed:
         raise ConfigError(field, f"has {table.size} pages, the token range needs {needed}")
     return table
+
+
+@dataclass(frozen=True, slots=True)
+class PageTables:
+    """One request's checked page tables in one replica: int64 `[n]` per component."""
+
+    replica: int
+    pages: tuple[Int64Array, ...]
 
 
 def token_offsets(layout: KvLayout, pages: Int64Array, local: Int64Array, first_head: int) -> Int64Array:

@@ -8,6 +8,7 @@ outermost, then `cp`, then `tp`. `dp` is the number of attention-DP replicas *in
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from rdma_kv.types import Interval, Owned
 
 MAX_RANKS = 1 << 16
 MAX_LAYERS = 1 << 12
+MAX_KV_HEADS = 1 << 16
 
 
 class TieBreak(StrEnum):
@@ -51,7 +53,7 @@ class ContextSplit:
         if text == "contiguous":
             return cls(0)
         kind, _, tokens = text.partition(":")
-        if kind == "interleaved" and tokens.isdigit() and int(tokens) > 0:
+        if kind == "interleaved" and re.fullmatch("0*[1-9][0-9]{0,8}", tokens):
             return cls(int(tokens))
         raise ConfigError("cp_split", f"unknown split {text!r}; use 'contiguous' or 'interleaved:K'")
 
@@ -84,13 +86,15 @@ class Topology:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(name, f"{value!r} is not a positive whole number")
         if self.tp % self.dp:
-            raise ConfigError("dp", f"{self.dp} does not divide tp={self.tp}; attention TP is tp // dp")
+            raise ConfigError(
+                "dp", f"{self.dp} does not divide tp={self.tp}; choose one that does (attention TP is tp // dp)"
+            )
         if self.num_ranks > MAX_RANKS:
             raise ConfigError("tp", f"tp * pp * cp = {self.num_ranks} ranks; at most {MAX_RANKS} are supported")
         if len(self.layers_per_stage) != self.pp:
             raise ConfigError(
                 "layers_per_stage",
-                f"{list(self.layers_per_stage)} has {len(self.layers_per_stage)} stages, pp={self.pp}",
+                f"{list(self.layers_per_stage)} has {len(self.layers_per_stage)} stages, pp={self.pp}; make them agree",
             )
         if any(n < 1 for n in self.layers_per_stage):
             raise ConfigError(
@@ -202,6 +206,10 @@ class Component:
         for name in ("kv_heads", "kv_factor", "row_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"component {self.name}: {name}", f"{getattr(self, name)} is not positive")
+        if self.kv_heads > MAX_KV_HEADS:
+            raise ConfigError(
+                f"component {self.name}: kv_heads", f"{self.kv_heads}; at most {MAX_KV_HEADS} are supported"
+            )
         if self.replicated and self.kv_heads != 1:
             raise ConfigError(
                 f"component {self.name}: kv_heads", f"{self.kv_heads}; a replicated latent counts as one head"
@@ -221,7 +229,7 @@ class Component:
         if self.kv_heads % attention_tp and attention_tp % self.kv_heads:
             raise ConfigError(
                 "kv_heads",
-                f"K={self.kv_heads} neither divides nor is divided by attention TP {attention_tp} (tp // dp)",
+                f"K={self.kv_heads} neither divides nor is divided by attention TP {attention_tp}; change tp or dp",
             )
 
     def heads_of(self, attention_rank: int, attention_tp: int) -> Interval:

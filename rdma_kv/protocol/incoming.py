@@ -1,15 +1,15 @@
 """The decode side of one transfer on one link, as a machine without waiting.
 
-Theory of operation. It begins when the caller wants a key (`EXPECTING`); the OFFER gives it a number and tells which
-tokens can be had. The token range per component is what the caller wants, cut to what is available, by position. The
-shell then grants slots as the pool has them, fairly over all transfers. Each notification names a granted slot under its
-live epoch and a box of a move that this link carries; the boxes of each move must tile its layers x tokens exactly. A box
-is scattered, its slot released, ACK sent. When FINISH has come and all its boxes are in the pages, DONE goes out: the only
+Theory of operation. It begins when the caller wants a key (`EXPECTING`); the OFFER gives it a number and tells
+which tokens can be had. The token range per component is what the caller wants, cut to what is available, by
+position. The shell then grants slots as the pool has them, fairly over all transfers. Each notification names a
+granted slot under its live epoch and a box of a move that this link carries; the boxes of each move must tile its
+layers x tokens exactly. A box is scattered, its slot released, ACK sent. When FINISH has come and all its boxes are in the pages, DONE goes out: the only
 success. FINISH can overtake the last notifications (they travel on the data plane), so grants are not taken back before
 the count of boxes is reached.
 
-After a failure the caller gets its error as soon as no scatter runs any more: nothing touches its pages then. Granted slots
-stay held until the notification of their epoch, QUIESCED or RELEASE proves that no WRITE can land in them; where no proof
+After a failure the caller gets its error as soon as no scatter runs any more: nothing touches its pages then. Granted
+slots stay held until the notification of their epoch, QUIESCED or RELEASE proves that no WRITE can land in them; where no proof
 comes they are kept, also after the end.
 """
 
@@ -133,6 +133,10 @@ class IncomingTransfer:
     def must_answer(self) -> bool:
         """The peer waits for the first GRANT, which may be without slots."""
         return self.state is _S.RECEIVING and not self._answered
+
+    @property
+    def ended(self) -> bool:
+        return self._machine.ended
 
     @property
     def settled(self) -> bool:

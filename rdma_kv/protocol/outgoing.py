@@ -4,11 +4,11 @@ Theory of operation. `offer()` starts it. The caller pushes (layers, tokens) as 
 cut into boxes once the GRANT has told which token ranges the decode side wants. A box runs when it has a grant (a slot of
 the target) and, only then, a local slot from the shell: gather, WRITE, release. So a sender never holds local staging
 while it waits for the peer, and senders and receivers cannot wait in a circle. Grants beyond the ready boxes go back with
-RELEASE. When everything in the granted ranges is written and the caller has given the metadata, FINISH goes out, and DONE
-ends the transfer; only that transition is success.
+RELEASE. When everything in the granted ranges is written and the caller has given the metadata, FINISH goes out, and
+DONE ends the transfer; only that transition is success.
 
-After a failure no box starts. Source pages are safe when the running gathers are done: then the caller gets its error. The
-posted WRITEs are awaited for `quiesce_s`: if all succeeded (or none was posted), QUIESCED tells the target that its slots
+After a failure no box starts. Source pages are safe when the running gathers are done: then the caller gets its error.
+The posted WRITEs are awaited for `quiesce_s`: if all succeeded (or none was posted), QUIESCED tells the target that its slots
 are free. A WRITE that failed, or that did not settle in time, keeps its local slot held: the transport may still read it.
 """
 
@@ -140,6 +140,10 @@ class OutgoingTransfer:
         return self.state is _S.SENDING and bool(self._boxes) and bool(self._grants)
 
     @property
+    def ended(self) -> bool:
+        return self._machine.ended
+
+    @property
     def settled(self) -> bool:
         """Terminal, and no local slot is tied up by it."""
         return self._machine.ended and not self._flight.writing and not self._flight.gathering
@@ -155,7 +159,7 @@ class OutgoingTransfer:
         return [SendMessage(self._offer())]
 
     def push(self, component: int, layers: Interval, tokens: Interval, now: float) -> list[Action]:
-        """`layers` (positions in the component) x `tokens` are final in the source pages. Never overlaps earlier pushes."""
+        """`layers` (positions in the component) x `tokens` are final in the source pages; never pushed before."""
         if self._metadata is not None:
             raise LocalProtocolError(f"push after finish of {self.key!r}")
         if self._machine.ended or self.state is _S.ABORTING:
@@ -251,11 +255,11 @@ class OutgoingTransfer:
         self._flight.written += 1
         return [ReleaseSlot(slot), *self._advance(now), *self._settle()]
 
-    def write_failed(self, slot: SlotRef, error: RdmaKvError, now: float) -> list[Action]:
-        """The WRITE failed; nobody knows what it still reads, so the slot stays held."""
-        self._flight.failed = True
+    def write_failed(self, slot: SlotRef, error: RdmaKvError, now: float, *, posted: bool) -> list[Action]:
+        """The WRITE failed. Where it was posted, nobody knows what it still reads, so the slot stays held."""
         del self._flight.writing[slot]
-        return [KeepSlot(slot), *self.fail(error, now), *self._settle()]
+        self._flight.failed |= posted
+        return [KeepSlot(slot) if posted else ReleaseSlot(slot), *self.fail(error, now), *self._settle()]
 
     def tick(self, now: float) -> list[Action]:
         """The deadline may have passed."""

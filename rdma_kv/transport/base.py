@@ -25,12 +25,15 @@ import struct
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from rdma_kv.errors import RegistrationError
 from rdma_kv.types import Descriptor, Region
 
 NotificationCallback = Callable[[bytes], None]
+
+NOT_POSTED: Final = "not-posted"
+"""`TransportError.status` of a WRITE of which nothing was handed to the network: its memory need not be held."""
 
 _MAGIC = b"RKVM"
 _VERSION = 1
@@ -74,12 +77,19 @@ class Endpoint(Protocol):
         """WRITE all pairs, then deliver `notification` to the remote endpoint's callback.
 
         Raises:
-            TransportError: posting or completion failed; the local memory may still be read and the remote written.
+            TransportError: posting or completion failed; the local memory may still be read and the remote written,
+                unless its status is `NOT_POSTED`.
         """
         ...
 
     async def notify(self, message: bytes) -> None:
-        """Deliver `message` to the remote endpoint's callback, without data."""
+        """Deliver `message` to the remote endpoint's callback, without data.
+
+        Ends as a `write` does: not before the peer listens.
+
+        Raises:
+            TransportError: as for `write`.
+        """
         ...
 
     def on_notification(self, callback: NotificationCallback) -> None:
@@ -115,6 +125,11 @@ class Endpoint(Protocol):
 
 class Transport(Protocol):
     """One data plane of one agent. Use `start` and `close` around everything else."""
+
+    @property
+    def backend(self) -> str:
+        """Which data plane this is (`nixl`, `loopback`, ...); both sides of a link must have the same."""
+        ...
 
     @property
     def name(self) -> str: ...
@@ -164,10 +179,14 @@ def unwrap_metadata(backend: str, wrapped: bytes) -> bytes:
         raise RegistrationError(backend, "version", f"metadata of version {version}, we speak {_VERSION}")
     body = wrapped[_HEADER.size :]
     if blob_bytes > _MAX_BLOB_BYTES or len(body) != name_bytes + blob_bytes:
-        raise RegistrationError(backend, "length", f"metadata body has {len(body)} bytes, not {name_bytes + blob_bytes}")
+        raise RegistrationError(
+            backend, "length", f"metadata body has {len(body)} bytes, not {name_bytes + blob_bytes}"
+        )
     if zlib.crc32(body) != checksum:
         raise RegistrationError(backend, "checksum", "metadata was damaged on the way")
     name = body[:name_bytes].decode("utf-8", "replace")
     if name != backend:
-        raise RegistrationError(backend, "backend", f"the peer's metadata is of transport {name!r}; both sides need the same")
+        raise RegistrationError(
+            backend, "backend", f"the peer's metadata is of transport {name!r}; both sides need the same"
+        )
     return body[name_bytes:]

@@ -1,0 +1,61 @@
+"""Host memory: where a buffer lies, and page-aligned memory of our own for staging."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rdma_kv.errors import ConfigError
+
+Int64Array = npt.NDArray[np.int64]
+ByteArray = npt.NDArray[np.uint8]
+
+
+class HostMemory:
+    """Page-aligned anonymous memory, owned by this object.
+
+    Attributes:
+        address: first byte.
+        length_bytes: extent.
+    """
+
+    def __init__(self, length_bytes: int) -> None:
+        self._map = mmap.mmap(-1, length_bytes)
+        self.view: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
+        self.address = int(self.view.ctypes.data)
+        self.length_bytes = length_bytes
+
+
+def locate(field: str, buffer: Any) -> tuple[int, int]:  # noqa: ANN401 - anything that exposes memory
+    """(address, bytes) of a C-contiguous NumPy array, a CPU torch tensor, or anything with the buffer protocol.
+
+    Raises:
+        ConfigError: not contiguous, read-only, or not host memory.
+    """
+    if hasattr(buffer, "data_ptr"):
+        if buffer.device.type != "cpu":
+            raise ConfigError(field, f"is on {buffer.device}; only host memory can be registered so far")
+        if not buffer.is_contiguous():
+            raise ConfigError(field, "is not contiguous")
+        return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size())
+    try:
+        array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
+    except (TypeError, ValueError) as exc:
+        raise ConfigError(field, f"{type(buffer).__name__} exposes no memory") from exc
+    if not array.flags.c_contiguous:
+        raise ConfigError(field, "is not contiguous")
+    if not array.flags.writeable:
+        raise ConfigError(field, "is read-only")
+    return int(array.ctypes.data), int(array.nbytes)
+
+
+def locate_all(field: str, memory: Any) -> tuple[Int64Array, Int64Array]:  # noqa: ANN401 - a buffer or several
+    """Addresses and sizes, int64 `[buffers]`, of one buffer or a list of buffers."""
+    buffers: Sequence[Any] = memory if isinstance(memory, (list, tuple)) else [memory]
+    found = [locate(f"{field}[{number}]", buffer) for number, buffer in enumerate(buffers)]
+    table = np.array(found, dtype=np.int64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

@@ -1,0 +1,648 @@
+"""The half of an agent that moves: staging slots, links, the transport and the protocol.
+
+The mover feeds the machines of `rdma_kv.protocol` and performs their actions; it decides nothing itself but the order in
+which transfers get slots (round robin). It never touches an engine's pools: a `Packer` fills and empties slots.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rdma_kv.config import Limits, StagingConfig, Timeouts
+from rdma_kv.errors import (
+    ClosedError,
+    LocalProtocolError,
+    RdmaKvError,
+    RemoteProtocolError,
+    TransportError,
+)
+from rdma_kv.kernels.launch import Chunk
+from rdma_kv.memory import HostMemory
+from rdma_kv.messages import (
+    Abort,
+    Ack,
+    ControlMessage,
+    Done,
+    Expect,
+    Finish,
+    Grant,
+    Notification,
+    Offer,
+    Quiesced,
+    Regions,
+    Reject,
+    Release,
+    Start,
+    decode_notification,
+    encode_notification,
+)
+from rdma_kv.peer import Peer, Tasks
+from rdma_kv.planner import Box, LinkPlan, PageTables
+from rdma_kv.protocol.actions import (
+    Action,
+    Finished,
+    Gather,
+    KeepSlot,
+    Listen,
+    PostWrite,
+    ReleaseSlot,
+    Scatter,
+    SendMessage,
+)
+from rdma_kv.protocol.incoming import IncomingTransfer
+from rdma_kv.protocol.outgoing import OutgoingTransfer
+from rdma_kv.slots import Hold, SlotPool, SlotRef
+from rdma_kv.transport.base import NOT_POSTED, Transport, WritePair
+from rdma_kv.types import Descriptor, Region, Role
+
+logger = logging.getLogger(__name__)
+
+_RETAINED: list[HostMemory] = []
+"""Staging whose agent has closed while a transport may still have touched it: kept until the process exits."""
+
+
+class SlotWorker(Protocol):
+    """What the mover needs of a packer."""
+
+    def chunk(self, plan: LinkPlan, box: Box, tables: PageTables, packed_address: int) -> Chunk: ...
+
+    async def gather(self, chunk: Chunk) -> None: ...
+
+    async def scatter(self, chunk: Chunk) -> None: ...
+
+
+@dataclass
+class StageTimes:
+    """Seconds spent in each stage, summed over boxes (boxes overlap)."""
+
+    gather: float = 0.0
+    write: float = 0.0
+    scatter: float = 0.0
+
+
+@dataclass(eq=False)
+class Entry:
+    """One transfer on one link, with what the shell needs to serve it.
+
+    Attributes:
+        outcome: resolved once, when the caller's pages are no longer touched: None or the error.
+    """
+
+    peer: Peer
+    machine: OutgoingTransfer | IncomingTransfer
+    tables: PageTables
+    outcome: asyncio.Future[RdmaKvError | None]
+    times: StageTimes = field(default_factory=StageTimes)
+    writes: set[asyncio.Task[None]] = field(default_factory=set)
+    timer: asyncio.TimerHandle | None = None
+    timer_at: float | None = None
+
+
+class Mover:
+    """Transfers of one agent over all its links.
+
+    Args:
+        has_moves: whether an EXPECT of a peer finds any move between it and us; the agent knows the routes.
+        role: a mover sends (prefill) or receives (decode), so one pool serves it without circles.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        transport: Transport,
+        packer: SlotWorker,
+        has_moves: Callable[[Peer, Expect], bool],
+        *,
+        staging: StagingConfig,
+        timeouts: Timeouts,
+        limits: Limits,
+    ) -> None:
+        self._role = role
+        self._transport = transport
+        self._packer = packer
+        self._has_moves = has_moves
+        self._staging = staging
+        self._timeouts = timeouts
+        self._limits = limits
+        self._pool = SlotPool(staging.slots)
+        self._memory = HostMemory(staging.slots * staging.slot_bytes)
+        self._region: Region | None = None
+        self._entries: dict[tuple[str, int], Entry] = {}  # numbered transfers, by (peer, number)
+        self._expecting: dict[tuple[str, str, int, int], Entry] = {}  # receives without OFFER, by (peer, key, p, d)
+        self._wanting: dict[Entry, None] = {}  # who can use a slot, in the order of their turns
+        self._handing_out = False
+        self._quiet = asyncio.Event()  # no transfer is on its way to an end
+        self._tasks = Tasks()
+        self._closing = False
+        self.counters: Counter[str] = Counter()
+        self.lanes: set[str] = set()  # that have carried a WRITE
+
+    # --- life ----------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        await self._transport.start()
+        self._region = await self._transport.register(self._memory.address, self._memory.length_bytes)
+
+    async def close(self) -> None:
+        """Fail what is under way, wait (bounded) until it has settled, and end the data plane."""
+        self._closing = True
+        loop = asyncio.get_running_loop()
+        entries = [*self._entries.values(), *self._expecting.values()]
+        for entry in entries:
+            self._perform(entry, entry.machine.fail(ClosedError("the agent is closing"), loop.time()))
+        await asyncio.gather(*(asyncio.shield(entry.outcome) for entry in entries))
+        self._note_quiet()
+        try:
+            async with asyncio.timeout(self._timeouts.quiesce + 1.0):
+                await self._quiet.wait()
+        except TimeoutError:
+            logger.warning("closing while %d transfers have not settled", len(self._entries))
+        await self._transport.close()
+        await self._tasks.close()
+        for entry in entries:
+            if entry.timer is not None:
+                entry.timer.cancel()
+        if any(reason is Hold.UNPROVEN or reason is Hold.GRANTED for _, reason in self._pool.held()):
+            _RETAINED.append(self._memory)
+
+    def stats(self) -> dict[str, Any]:
+        """Slots, transfers and tasks: `free + sum(held) == total`."""
+        return {
+            "slots_total": self._pool.total,
+            "slots_free": self._pool.free,
+            "slots_held": {f"{peer}:{reason.value}": n for (peer, reason), n in self._pool.held().items()},
+            "transfers": len(self._entries) + len(self._expecting),
+            "tasks": len(self._tasks),
+            "counters": dict(self.counters),
+        }
+
+    # --- transfers -----------------------------------------------------------------------------------------------------
+
+    def open_outgoing(self, peer: Peer, make: Callable[[int], OutgoingTransfer], tables: PageTables) -> Entry:
+        """Offer a transfer to a peer.
+
+        Args:
+            make: makes the machine for the link's next number.
+        """
+        number = peer.next_number
+        peer.next_number += 1
+        entry = self._entry(peer, make(number), tables)
+        self._entries[peer.name, number] = entry
+        if peer.lost is not None:
+            self._perform(entry, entry.machine.link_lost(peer.lost, self._now()))
+            return entry
+        machine = entry.machine
+        assert isinstance(machine, OutgoingTransfer)
+        self._perform(entry, machine.offer())
+        return entry
+
+    def open_incoming(self, peer: Peer, machine: IncomingTransfer, tables: PageTables) -> Entry:
+        """Expect a transfer from a peer; an OFFER that came before is taken now.
+
+        Raises:
+            LocalProtocolError: this key is expected from this peer already. Nothing has changed.
+        """
+        entry = self._entry(peer, machine, tables)
+        route = machine.plan.route
+        key = (machine.key, route.prefill_replica, route.decode_replica)
+        if (peer.name, *key) in self._expecting or any(
+            e.peer is peer and isinstance(e.machine, IncomingTransfer) and _key_of(e.machine) == key
+            for e in self._entries.values()
+        ):
+            raise LocalProtocolError(f"{machine.key!r} is being received already")
+        self._expecting[peer.name, *key] = entry
+        if peer.lost is not None:
+            self._perform(entry, machine.link_lost(peer.lost, self._now()))
+            return entry
+        self._arm(entry)
+        offer = peer.offers.pop(key, None)
+        if offer is not None:
+            self._match(entry, offer)
+        return entry
+
+    def push(self, entry: Entry, component: int, layers: Any, tokens: Any) -> None:  # noqa: ANN401
+        """See `OutgoingTransfer.push`."""
+        assert isinstance(entry.machine, OutgoingTransfer)
+        self._perform(entry, entry.machine.push(component, layers, tokens, self._now()))
+
+    def finish(self, entry: Entry, metadata: dict[str, Any]) -> None:
+        """See `OutgoingTransfer.finish`."""
+        assert isinstance(entry.machine, OutgoingTransfer)
+        self._perform(entry, entry.machine.finish(metadata, self._now()))
+
+    def fail(self, entry: Entry, error: RdmaKvError) -> None:
+        """Give a transfer up; the peer is told."""
+        self._perform(entry, entry.machine.fail(error, self._now()))
+
+    # --- what peers say ------------------------------------------------------------------------------------------------
+
+    def on_message(self, peer: Peer, message: ControlMessage) -> None:
+        """Called by the links for everything after the handshake.
+
+        Raises:
+            RemoteProtocolError: a message that our role never gets, or a number that was never used; the link ends.
+        """
+        if self._role is Role.PREFILL:
+            self._on_prefill(peer, message)
+        else:
+            self._on_decode(peer, message)
+
+    def on_lost(self, peer: Peer, error: RdmaKvError) -> None:
+        """The control stream to a peer has ended: its transfers fail, its data link closes."""
+        for entry in [*self._entries.values(), *self._expecting.values()]:
+            if entry.peer is peer:
+                self._perform(entry, entry.machine.link_lost(error, self._now()))
+        peer.offers.clear()
+        for task in (peer.writable, peer.exported):
+            if task is not None:
+                task.cancel()
+        if peer.endpoint is not None:
+            self._tasks.spawn(self._close_endpoint(peer), f"close {peer.name}")
+
+    async def _close_endpoint(self, peer: Peer) -> None:
+        """Close the data link when the WRITEs on it have ended, or have had their time."""
+        writes = [task for entry in self._entries.values() if entry.peer is peer for task in entry.writes]
+        if writes:
+            await asyncio.wait(writes, timeout=self._timeouts.quiesce)
+        if peer.endpoint is not None:
+            await peer.endpoint.close()
+
+    def _on_prefill(self, peer: Peer, message: ControlMessage) -> None:
+        now = self._now()
+        match message:
+            case Regions():
+                self._on_regions(peer, message)
+            case Expect():
+                self._on_expect(peer, message)
+            case Grant() | Reject() | Ack() | Done() | Abort():
+                entry = self._entries.get((peer.name, message.transfer))
+                if entry is None:
+                    self._check_number(peer, message.transfer, peer.next_number - 1)
+                    return
+                machine = entry.machine
+                assert isinstance(machine, OutgoingTransfer)
+                if isinstance(message, Grant):
+                    self._perform(entry, machine.granted(message, self._remote_slots(peer), now))
+                elif isinstance(message, Reject):
+                    self._perform(entry, machine.rejected(message, now))
+                elif isinstance(message, Done):
+                    self._perform(entry, machine.done(now))
+                elif isinstance(message, Abort):
+                    self._perform(entry, machine.aborted(message, now))
+            case _:
+                raise RemoteProtocolError(str(peer.id), f"{type(message).__name__} sent to a prefill agent")
+
+    def _on_decode(self, peer: Peer, message: ControlMessage) -> None:
+        now = self._now()
+        match message:
+            case Offer():
+                self._on_offer(peer, message)
+            case Done():
+                return  # this agent of the prefill replica has nothing for us
+            case Release() | Start() | Finish() | Quiesced() | Abort():
+                entry = self._entries.get((peer.name, message.transfer))
+                if entry is None:
+                    self._withdraw(peer, message)
+                    return
+                machine = entry.machine
+                assert isinstance(machine, IncomingTransfer)
+                if isinstance(message, Release):
+                    self._perform(entry, machine.released(message, now))
+                elif isinstance(message, Start):
+                    self._perform(entry, machine.started())
+                elif isinstance(message, Finish):
+                    self._perform(entry, machine.finished(message, now))
+                elif isinstance(message, Quiesced):
+                    self._perform(entry, machine.quiesced())
+                elif isinstance(message, Abort):
+                    self._perform(entry, machine.aborted(message, now))
+            case _:
+                raise RemoteProtocolError(str(peer.id), f"{type(message).__name__} sent to a decode agent")
+
+    def _withdraw(self, peer: Peer, message: Release | Start | Finish | Quiesced | Abort) -> None:
+        """A message for a transfer that is not live here: an OFFER that still waits, or one that has ended."""
+        self._check_number(peer, message.transfer, peer.high_water)
+        for key, offer in list(peer.offers.items()):
+            if offer.transfer == message.transfer and isinstance(message, Abort):
+                del peer.offers[key]
+
+    def _check_number(self, peer: Peer, number: int, highest: int) -> None:
+        """Late messages for an ended transfer are normal; numbers that were never used are not."""
+        if number > highest:
+            raise RemoteProtocolError(str(peer.id), f"transfer {number} was never offered")
+        self.counters["late_messages"] += 1
+
+    def _on_expect(self, peer: Peer, message: Expect) -> None:
+        """Decode waits for a key. Our send offers it by itself; where no moves lie between us, say so at once."""
+        self.counters["expects"] += 1
+        if not self._has_moves(peer, message):
+            peer.send(Done(0, message.key, message.prefill_replica, message.decode_replica))
+
+    def _on_offer(self, peer: Peer, message: Offer) -> None:
+        entry = self._entries.get((peer.name, message.transfer))
+        if entry is not None:
+            machine = entry.machine
+            assert isinstance(machine, IncomingTransfer)
+            self._perform(entry, machine.offered(message, self._now()))
+            return
+        key = (message.key, message.prefill_replica, message.decode_replica)
+        waiting = peer.offers.get(key)
+        if message.transfer <= peer.high_water:
+            if waiting is not None and waiting.transfer == message.transfer:
+                peer.offers[key] = message  # a repetition with more boxes
+            else:
+                self.counters["replays"] += 1
+            return
+        peer.high_water = message.transfer
+        expecting = self._expecting.get((peer.name, *key))
+        if expecting is not None:
+            self._match(expecting, message)
+        elif len(peer.offers) >= self._limits.unmatched_per_peer or waiting is not None:
+            error = LocalProtocolError(
+                "too many unmatched OFFERs" if waiting is None else "this key is offered already"
+            )
+            peer.send(Reject(message.transfer, error.code, str(error)))
+        else:
+            peer.offers[key] = message
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._timeouts.unmatched, self._expire_offer, peer, key, message.transfer)
+
+    def _expire_offer(self, peer: Peer, key: tuple[str, int, int], number: int) -> None:
+        offer = peer.offers.get(key)
+        if offer is not None and offer.transfer == number:
+            del peer.offers[key]
+            error = LocalProtocolError("nobody here has asked for this key in time")
+            peer.send(Reject(number, error.code, str(error)))
+
+    def _match(self, entry: Entry, offer: Offer) -> None:
+        machine, peer = entry.machine, entry.peer
+        assert isinstance(machine, IncomingTransfer)
+        self._expecting.pop((peer.name, *_key_of(machine)), None)
+        self._entries[peer.name, offer.transfer] = entry
+        if peer.exported is None:
+            peer.exported = self._tasks.spawn(self._export(peer), f"export to {peer.name}")
+            peer.exported.add_done_callback(lambda task: self._exported(peer, task))
+        self._perform(entry, machine.offered(offer, self._now()))
+
+    # --- the data link -------------------------------------------------------------------------------------------------
+
+    def _on_regions(self, peer: Peer, message: Regions) -> None:
+        if peer.regions is not None:
+            raise RemoteProtocolError(str(peer.id), "a second REGIONS")
+        peer.regions = message
+        peer.endpoint = self._transport.endpoint(peer.name)
+        peer.writable = self._tasks.spawn(peer.endpoint.connect(message.metadata), f"connect {peer.name}")
+        peer.writable.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    def _remote_slots(self, peer: Peer) -> int:
+        if peer.regions is None:
+            raise RemoteProtocolError(str(peer.id), "GRANT before REGIONS")
+        return peer.regions.num_slots
+
+    async def _export(self, peer: Peer) -> None:
+        """Tell an initiator where our staging lies, before its first GRANT."""
+        peer.endpoint = self._transport.endpoint(peer.name)
+        peer.endpoint.on_notification(lambda body: self._on_notification(peer, body))
+        metadata = await peer.endpoint.metadata()
+        assert self._region is not None
+        staging = self._staging
+        peer.send(Regions(self._region.address, staging.slots, staging.slot_bytes, self._region.device, metadata))
+
+    def _exported(self, peer: Peer, task: asyncio.Task[None]) -> None:
+        """REGIONS is out: grants can follow. Or it cannot be: what waits for it fails."""
+        error = None if task.cancelled() else task.exception()
+        for entry in [e for e in self._entries.values() if e.peer is peer]:
+            if isinstance(error, RdmaKvError):
+                self._perform(entry, entry.machine.fail(error, self._now()))
+            else:
+                self._perform(entry, [])
+
+    def _on_notification(self, peer: Peer, body: bytes) -> None:
+        try:
+            message = decode_notification(str(peer.id), body)
+        except RemoteProtocolError as exc:
+            logger.warning("%s", exc)
+            self.counters["bad_notifications"] += 1
+            return
+        entry = self._entries.get((peer.name, message.transfer))
+        machine = entry.machine if entry is not None else None
+        if entry is None or not isinstance(machine, IncomingTransfer):
+            self.counters["stale_notifications"] += 1
+            return
+        actions = machine.notified(message, self._now())
+        if actions is None:
+            self.counters["stale_notifications"] += 1
+            return
+        self._perform(entry, actions)
+
+    # --- actions -------------------------------------------------------------------------------------------------------
+
+    def _perform(self, entry: Entry, actions: list[Action]) -> None:
+        """Obey, then give slots to whoever can use them, and watch the deadline."""
+        for action in actions:
+            self._act(entry, action)
+        self._arm(entry)
+        if entry.machine.settled and entry.outcome.done():
+            self._forget(entry)
+        self._note_quiet()
+        self._note_wanting(entry)
+        self._hand_out_slots()
+
+    def _act(self, entry: Entry, action: Action) -> None:
+        match action:
+            case SendMessage(message):
+                entry.peer.send(message)
+            case Gather(slot, box):
+                self._tasks.spawn(self._gather(entry, slot, box), f"gather {entry.machine.key}")
+            case PostWrite(slot, target, box):
+                self._pool.change(slot, Hold.WRITE)
+                task = self._tasks.spawn(self._write(entry, slot, target, box), f"write {entry.machine.key}")
+                entry.writes.add(task)
+                task.add_done_callback(entry.writes.discard)
+            case Scatter(slot, box):
+                self._pool.change(slot, Hold.SCATTER)
+                self._tasks.spawn(self._scatter(entry, slot, box), f"scatter {entry.machine.key}")
+            case ReleaseSlot(slot):
+                self._pool.release(slot)
+            case KeepSlot(slot):
+                self._pool.change(slot, Hold.UNPROVEN)
+            case Listen(on):
+                endpoint = entry.peer.endpoint
+                if endpoint is not None:
+                    endpoint.listen() if on else endpoint.unlisten()
+            case Finished(error):
+                if not entry.outcome.done():
+                    entry.outcome.set_result(error)
+
+    async def _gather(self, entry: Entry, slot: SlotRef, box: Box) -> None:
+        machine = entry.machine
+        assert isinstance(machine, OutgoingTransfer)
+        begin = self._now()
+        try:
+            chunk = self._packer.chunk(machine.plan, box, entry.tables, self._address(slot))
+            await self._packer.gather(chunk)
+        except Exception as exc:  # noqa: BLE001 - the kernel's error is told to caller and peer
+            error = exc if isinstance(exc, RdmaKvError) else LocalProtocolError(f"gather failed: {exc!r}")
+            self._perform(entry, machine.gather_failed(slot, error, self._now()))
+            return
+        entry.times.gather += self._now() - begin
+        self._perform(entry, machine.gathered(slot))
+
+    async def _write(self, entry: Entry, slot: SlotRef, target: SlotRef, box: Box) -> None:
+        machine, peer = entry.machine, entry.peer
+        assert isinstance(machine, OutgoingTransfer)
+        begin = self._now()
+        posted = False
+        try:
+            if peer.writable is None or peer.regions is None or peer.endpoint is None:
+                raise TransportError(self._transport.name, NOT_POSTED, "no data link")
+            await asyncio.shield(peer.writable)
+            num_bytes = machine.plan.box_bytes(box)
+            remote = peer.regions.address + target.index * peer.regions.slot_bytes
+            pair = WritePair(
+                Descriptor(self._address(slot), num_bytes), Descriptor(remote, num_bytes, peer.regions.device)
+            )
+            note = Notification(
+                machine.number,
+                target.index,
+                target.epoch,
+                box.move,
+                (box.layers.start, box.layers.end),
+                (box.tokens.start, box.tokens.end),
+            )
+            posted = True
+            await peer.endpoint.write([pair], encode_notification(note))
+        except TransportError as exc:
+            posted = posted and exc.status != NOT_POSTED
+            self._perform(entry, machine.write_failed(slot, exc, self._now(), posted=posted))
+            return
+        except asyncio.CancelledError:
+            error = TransportError(self._transport.name, "closed", "the data link was closed")
+            self._perform(entry, machine.write_failed(slot, error, self._now(), posted=posted))
+            raise
+        entry.times.write += self._now() - begin
+        self.lanes.add(peer.endpoint.lane)
+        self._perform(entry, machine.written(slot, self._now()))
+
+    async def _scatter(self, entry: Entry, slot: SlotRef, box: Box) -> None:
+        machine = entry.machine
+        assert isinstance(machine, IncomingTransfer)
+        begin = self._now()
+        try:
+            chunk = self._packer.chunk(machine.plan, box, entry.tables, self._address(slot))
+            await self._packer.scatter(chunk)
+        except Exception as exc:  # noqa: BLE001 - the kernel's error is told to caller and peer
+            error = exc if isinstance(exc, RdmaKvError) else LocalProtocolError(f"scatter failed: {exc!r}")
+            self._perform(entry, machine.scatter_failed(slot, error, self._now()))
+            return
+        entry.times.scatter += self._now() - begin
+        self._perform(entry, machine.scattered(slot, self._now()))
+
+    # --- slots ---------------------------------------------------------------------------------------------------------
+
+    def _hand_out_slots(self) -> None:
+        """One slot at a time, round robin over the transfers that can use one."""
+        if self._handing_out:
+            return
+        self._handing_out = True
+        try:
+            grants: dict[Entry, list[SlotRef]] = {}
+            blocked: dict[Entry, None] = {}
+            while self._wanting:
+                entry = next(iter(self._wanting))
+                del self._wanting[entry]
+                if not self._serve(entry, grants):
+                    blocked[entry] = None
+            self._wanting = blocked
+            for entry, slots in grants.items():
+                assert isinstance(entry.machine, IncomingTransfer)
+                self._perform(entry, entry.machine.grant(slots))
+        finally:
+            self._handing_out = False
+
+    def _serve(self, entry: Entry, grants: dict[Entry, list[SlotRef]]) -> bool:
+        """Give one slot to a transfer, if it still wants one. False: it does, and there is none for it now."""
+        machine = entry.machine
+        if isinstance(machine, OutgoingTransfer):
+            if not machine.runnable:
+                return True
+            slot = self._pool.acquire(entry.peer.name, Hold.GATHER)
+            if slot is not None:
+                self._perform(entry, machine.start_box(slot))
+            return slot is not None
+        given = grants.setdefault(entry, []) if machine.must_answer else grants.get(entry, [])
+        if machine.wanting <= len(given):
+            return True
+        slot = self._pool.acquire(entry.peer.name, Hold.GRANTED)
+        if slot is None:
+            return False
+        grants[entry] = [*given, slot]
+        self._wanting[entry] = None
+        return True
+
+    def _note_wanting(self, entry: Entry) -> None:
+        machine = entry.machine
+        if isinstance(machine, OutgoingTransfer):
+            wants = machine.runnable
+        else:
+            exported = entry.peer.exported
+            ready = exported is not None and exported.done() and not exported.cancelled() and not exported.exception()
+            wants = ready and (machine.wanting > 0 or machine.must_answer)
+        if wants:
+            self._wanting.setdefault(entry)
+        else:
+            self._wanting.pop(entry, None)
+
+    def _address(self, slot: SlotRef) -> int:
+        return self._memory.address + slot.index * self._staging.slot_bytes
+
+    # --- small things --------------------------------------------------------------------------------------------------
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def _entry(self, peer: Peer, machine: OutgoingTransfer | IncomingTransfer, tables: PageTables) -> Entry:
+        if self._closing:
+            raise ClosedError("the agent is closed")
+        return Entry(peer, machine, tables, asyncio.get_running_loop().create_future())
+
+    def _arm(self, entry: Entry) -> None:
+        """Have the machine's deadline driven by a timer."""
+        deadline = entry.machine.deadline
+        if deadline == entry.timer_at:
+            return
+        if entry.timer is not None:
+            entry.timer.cancel()
+        entry.timer_at = deadline
+        entry.timer = None
+        if deadline is not None:
+            entry.timer = asyncio.get_running_loop().call_at(deadline, self._tick, entry)
+
+    def _tick(self, entry: Entry) -> None:
+        entry.timer_at = None
+        self._perform(entry, entry.machine.tick(self._now()))
+
+    def _forget(self, entry: Entry) -> None:
+        machine = entry.machine
+        self._entries.pop((entry.peer.name, machine.number), None)
+        self._wanting.pop(entry, None)
+        if isinstance(machine, IncomingTransfer):
+            key = (entry.peer.name, *_key_of(machine))
+            if self._expecting.get(key) is entry:
+                del self._expecting[key]
+
+    def _note_quiet(self) -> None:
+        if all(entry.machine.ended for entry in [*self._entries.values(), *self._expecting.values()]):
+            self._quiet.set()
+        else:
+            self._quiet.clear()
+
+
+def _key_of(machine: IncomingTransfer) -> tuple[str, int, int]:
+    route = machine.plan.route
+    return machine.key, route.prefill_replica, route.decode_replica

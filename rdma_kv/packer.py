@@ -1,0 +1,215 @@
+"""The half of an agent that lives in the engine's process: its pools, and the kernels on them.
+
+The packer never sees a peer, a transport or the protocol. It fills a staging slot with a box (gather) or empties one
+(scatter); the addresses come from the planner's arithmetic over the registered layouts. All boxes that are ready when a
+launch begins go into that one launch, whatever transfer or replica they belong to. Kernels run on one worker thread, never
+on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rdma_kv.errors import ConfigError
+from rdma_kv.kernels.launch import Chunk
+from rdma_kv.kernels.reference import gather, scatter
+from rdma_kv.layout import KvLayout
+from rdma_kv.memory import locate_all
+from rdma_kv.planner import Box, LinkPlan, PageTables, check_pages, token_offsets
+from rdma_kv.topology import ModelSpec, Topology
+from rdma_kv.types import Owned, Role
+
+Int64Array = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    """One rank's memory of one component. The engine owns the memory and keeps it while the agent is open."""
+
+    layout: KvLayout
+    pointers: Int64Array  # [layers of the stage, kv]
+    first_layer: int  # position in the component of the stage's first layer
+    first_head: int
+    memory: Any  # kept alive
+
+
+class Packer:
+    """Pools of the ranks that this agent owns, and launches over them."""
+
+    def __init__(self, role: Role, model: ModelSpec, topology: Topology, owns: Sequence[Owned]) -> None:
+        self._role = role
+        self._model = model
+        self._topology = topology
+        self._owns = tuple(owns)
+        self._pools: dict[tuple[int, int], Pool] = {}  # (component, rank)
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rdma-kv-packer")
+        self._gathers = _Batcher(gather, self._executor)
+        self._scatters = _Batcher(scatter, self._executor)
+
+    @property
+    def launches(self) -> tuple[int, int]:
+        """(gather, scatter) launches so far."""
+        return self._gathers.launches, self._scatters.launches
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False)
+
+    # --- pools ---------------------------------------------------------------------------------------------------------
+
+    def register(self, component: str, layout: KvLayout, memory: Any, owned: Owned) -> None:  # noqa: ANN401
+        """Take one rank's pool of one component.
+
+        Raises:
+            ConfigError: a rank that the agent does not own, a pool twice, or a layout that does not fit model, topology or
+                memory; the field is named.
+        """
+        index = self._model.components.index(self._model.component(component))
+        spec = self._model.components[index]
+        if owned not in self._owns:
+            raise ConfigError(
+                "rank", f"(replica {owned.replica}, rank {owned.rank}) is not among the agent's {self._owns}"
+            )
+        if (index, owned.rank) in self._pools:
+            raise ConfigError("rank", f"component {component!r} of rank {owned.rank} is registered already")
+        layers = spec.layers_within(self._topology.stage_layers(self._topology.place(owned.rank)[0]))
+        heads = spec.heads_of(self._topology.attention_rank(owned.rank), self._topology.attention_tp)
+        for name, have, need in (
+            ("layout.num_layers", layout.num_layers, layers.size),
+            ("layout.kv_factor", layout.kv_factor, spec.kv_factor),
+            ("layout.heads", layout.heads, heads.size),
+            ("layout.row_bytes", layout.row_bytes, spec.row_bytes),
+        ):
+            if have != need:
+                raise ConfigError(name, f"{have}; rank {owned.rank} holds {need} by model and topology")
+        page_size = self.page_sizes.get(index, layout.page_size)
+        if page_size != layout.page_size:
+            raise ConfigError("layout.page_size", f"{layout.page_size}; other ranks of {component!r} have {page_size}")
+        addresses, sizes = locate_all("memory", memory)
+        required = layout.required_bytes()
+        if len(required) != len(sizes):
+            raise ConfigError("memory", f"{len(sizes)} buffers; the layout {layout.name!r} has {len(required)}")
+        for number, (have, need) in enumerate(zip(sizes.tolist(), required, strict=True)):
+            if have < need:
+                raise ConfigError(f"memory[{number}]", f"{have} bytes; the layout reaches {need}")
+        pointers = layout.pointers(addresses)
+        self._pools[index, owned.rank] = Pool(layout, pointers, layers.start, heads.start, memory)
+
+    @property
+    def page_sizes(self) -> dict[int, int]:
+        """Page size by component number, of what is registered."""
+        return {component: pool.layout.page_size for (component, _), pool in self._pools.items()}
+
+    def check_complete(self) -> tuple[int, ...]:
+        """Page sizes in component order.
+
+        Raises:
+            ConfigError: a pool of an owned rank is missing.
+        """
+        for index, component in enumerate(self._model.components):
+            for owned in self._owns:
+                stage = self._topology.stage_layers(self._topology.place(owned.rank)[0])
+                if component.layers_within(stage).size and (index, owned.rank) not in self._pools:
+                    raise ConfigError(
+                        "register_pool",
+                        f"component {component.name!r} of rank {owned.rank} has no pool; register it first",
+                    )
+        return tuple(self.page_sizes.get(index, 1) for index in range(len(self._model.components)))
+
+    def page_tables(self, replica: int, pages: Any, ends: Sequence[int]) -> PageTables:  # noqa: ANN401
+        """Check a request's page tables.
+
+        Args:
+            pages: one sequence of page numbers for all components, or a mapping from component name to one. `pages[i]`
+                holds tokens `[i * page_size, (i + 1) * page_size)` of the request.
+            ends: per component, the token position behind the last one that is used.
+
+        Raises:
+            ConfigError: a table that cannot be right; the field is named.
+        """
+        names = [component.name for component in self._model.components]
+        if isinstance(pages, Mapping):
+            if set(pages) != set(names):
+                raise ConfigError("pages", f"names {sorted(pages)}; the model's components are {names}")
+        else:
+            pages = dict.fromkeys(names, pages)
+        tables = []
+        for index, name in enumerate(names):
+            pools = [
+                self._pools[index, o.rank]
+                for o in self._owns
+                if o.replica == replica and (index, o.rank) in self._pools
+            ]
+            num_pages = min((pool.layout.num_pages for pool in pools), default=1 << 62)
+            page_size = pools[0].layout.page_size if pools else 1
+            needed = -(-ends[index] // page_size // self._topology.cp)
+            tables.append(check_pages(f"pages[{name!r}]", pages[name], num_pages, needed if pools else 0))
+        return PageTables(replica, tuple(tables))
+
+    # --- work ----------------------------------------------------------------------------------------------------------
+
+    def chunk(self, plan: LinkPlan, box: Box, tables: PageTables, packed_address: int) -> Chunk:
+        """The kernel's view of a box on our side. Pure arithmetic over checked page tables."""
+        move = plan.move(box.move)
+        sending = self._role is Role.PREFILL
+        pool = self._pools[move.component, move.src if sending else move.dst]
+        share = plan.src_share(box.move) if sending else plan.dst_share(box.move)
+        local = share.local(plan.positions(box.move, box.tokens))
+        offsets = token_offsets(pool.layout, tables.pages[move.component], local, move.heads.start - pool.first_head)
+        layers = slice(box.layers.start - pool.first_layer, box.layers.end - pool.first_layer)
+        return Chunk(
+            packed_address=packed_address,
+            pointers=pool.pointers[layers].reshape(1, -1),
+            token_pool=np.zeros(local.size, dtype=np.int32),
+            token_offset=offsets,
+            heads=move.heads.size,
+            head_stride=pool.layout.head_stride,
+            row_bytes=pool.layout.row_bytes,
+        )
+
+    async def gather(self, chunk: Chunk) -> None:
+        """Pages to slot. Returns when the slot is filled."""
+        await self._gathers.run(chunk)
+
+    async def scatter(self, chunk: Chunk) -> None:
+        """Slot to pages. Returns when the pages are filled."""
+        await self._scatters.run(chunk)
+
+
+@dataclass
+class _Batcher:
+    """Runs a kernel on the worker thread over everything that waits at that moment."""
+
+    kernel: Callable[[Sequence[Chunk]], None]
+    executor: ThreadPoolExecutor
+    launches: int = 0
+    _waiting: list[tuple[Chunk, asyncio.Future[None]]] = field(default_factory=list)
+    _running: asyncio.Task[None] | None = None
+
+    async def run(self, chunk: Chunk) -> None:
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append((chunk, done))
+        if self._running is None:
+            self._running = asyncio.create_task(self._drain())
+        await asyncio.shield(done)
+
+    async def _drain(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            self.launches += 1
+            try:
+                await loop.run_in_executor(self.executor, self.kernel, [chunk for chunk, _ in batch])
+            except Exception as exc:  # noqa: BLE001 - reported to every caller of this launch
+                for _, done in batch:
+                    done.set_exception(exc)
+            else:
+                for _, done in batch:
+                    done.set_result(None)
+        self._running = None

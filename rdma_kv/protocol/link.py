@@ -1,0 +1,329 @@
+"""The handshake of one control connection, as a machine without waiting, and the checks of a HELLO.
+
+Theory of operation. Both directions begin with HELLO: the dialer's goes out at once, the acceptor answers when it has
+accepted the dialer's. A HELLO that does not fit is answered by BYE with the name of the field, so that both sides can say
+what differs, before any memory is touched. After both HELLOs the link is up; a second HELLO, or anything before the first,
+is the peer's error. BYE or the end of the stream closes the link; every state before `UP` has a deadline.
+
+On a double dial (each side has dialed the other and sent its HELLO) the connection of the smaller identity stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from rdma_kv.errors import (
+    ConfigError,
+    ErrorCode,
+    IncompatiblePeerError,
+    PeerLostError,
+    RdmaKvError,
+    RemoteProtocolError,
+)
+from rdma_kv.messages import PROTOCOL_VERSION, Bye, ComponentFacts, ControlMessage, Hello, TopologyFacts
+from rdma_kv.planner import check_pair
+from rdma_kv.protocol.machine import Machine
+from rdma_kv.topology import Component, ContextSplit, ModelSpec, TieBreak, Topology
+from rdma_kv.types import AgentId, Owned, Role
+
+DOUBLE_DIAL = "double dial"
+
+
+class LinkState(Enum):
+    GREETING = auto()  # waits for the peer's HELLO
+    UP = auto()
+    CLOSED = auto()
+
+
+class LinkEvent(Enum):
+    HELLO = auto()
+    MESSAGE = auto()
+    REFUSE = auto()  # we refuse the peer's HELLO
+    BYE = auto()
+    LOST = auto()  # the stream ended or broke
+    TIMEOUT = auto()
+
+
+_S, _E = LinkState, LinkEvent
+
+LINK_TABLE: dict[tuple[LinkState, LinkEvent], LinkState] = {
+    (_S.GREETING, _E.HELLO): _S.UP,
+    (_S.GREETING, _E.REFUSE): _S.CLOSED,
+    (_S.GREETING, _E.BYE): _S.CLOSED,
+    (_S.GREETING, _E.LOST): _S.CLOSED,
+    (_S.GREETING, _E.TIMEOUT): _S.CLOSED,
+    (_S.UP, _E.MESSAGE): _S.UP,
+    (_S.UP, _E.BYE): _S.CLOSED,
+    (_S.UP, _E.LOST): _S.CLOSED,
+}
+LINK_TERMINAL = frozenset({_S.CLOSED})
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """One side of a link: everything that its HELLO says, in our own words."""
+
+    id: AgentId
+    incarnation: bytes
+    topology: Topology
+    tie_break: TieBreak
+    model: ModelSpec
+    page_sizes: tuple[int, ...]
+    owns: tuple[Owned, ...]
+    transport: str
+    slot_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Unique name of this incarnation."""
+        return f"{self.id}#{self.incarnation.hex()[:12]}"
+
+    @property
+    def ranks(self) -> frozenset[int]:
+        return frozenset(owned.rank for owned in self.owns)
+
+    def hello(self) -> Hello:
+        topology = self.topology
+        return Hello(
+            version=PROTOCOL_VERSION,
+            cluster=self.id.cluster,
+            engine=self.id.engine,
+            role=self.id.role.value,
+            rank=self.id.rank,
+            incarnation=self.incarnation,
+            topology=TopologyFacts(
+                topology.tp,
+                topology.pp,
+                topology.cp,
+                topology.dp,
+                list(topology.layers_per_stage),
+                str(topology.cp_split),
+            ),
+            tie_break=self.tie_break.value,
+            fingerprint=self.model.fingerprint,
+            components=[
+                _component_facts(component, page_size)
+                for component, page_size in zip(self.model.components, self.page_sizes, strict=True)
+            ],
+            owns=[(owned.replica, owned.rank) for owned in self.owns],
+            transport=self.transport,
+            slot_bytes=self.slot_bytes,
+        )
+
+
+class Link:
+    """One connection on its way to `UP` and from there to its end.
+
+    Args:
+        own: who we are.
+        expected: whom we dialed; None where the peer dialed us.
+        deadline: moment by which the peer's HELLO must be here.
+    """
+
+    def __init__(self, own: Identity, expected: AgentId | None, deadline: float) -> None:
+        self.own = own
+        self.expected = expected
+        self.deadline: float | None = deadline
+        self.remote: Identity | None = None
+        self.error: RdmaKvError | None = None
+        self._machine: Machine[LinkState, LinkEvent] = Machine(_S.GREETING, LINK_TABLE, LINK_TERMINAL)
+
+    @property
+    def state(self) -> LinkState:
+        return self._machine.state
+
+    @property
+    def peer(self) -> str:
+        return str(self.remote.id if self.remote else self.expected or "an unknown peer")
+
+    def received(self, message: ControlMessage) -> Bye | None:
+        """Take one message. Returns the BYE that refuses it, after which the link is closed and `error` is set.
+
+        In `UP` everything but HELLO and BYE is the caller's to handle.
+        """
+        if self._machine.ended:
+            return None
+        if isinstance(message, Bye):
+            self._machine.step(_E.BYE)
+            self.error = _bye_error(self.peer, message)
+            return None
+        if self.state is _S.UP:
+            if isinstance(message, Hello):
+                return self._close(_E.LOST, RemoteProtocolError(self.peer, "a second HELLO"))
+            self._machine.step(_E.MESSAGE)
+            return None
+        if not isinstance(message, Hello):
+            return self._close(_E.REFUSE, RemoteProtocolError(self.peer, f"{type(message).__name__} before HELLO"))
+        try:
+            remote = read_hello(self.peer, message)
+            check_compatible(self.own, remote)
+            self._check_expected(remote)
+        except RdmaKvError as exc:
+            return self._close(_E.REFUSE, exc)
+        self.remote = remote
+        self.deadline = None
+        self._machine.step(_E.HELLO)
+        return None
+
+    def refuse(self, error: RdmaKvError) -> Bye:
+        """We cannot have this peer, for a reason that only the shell knows (registry, double dial)."""
+        self.error = error
+        if self.state is _S.GREETING:
+            self._machine.step(_E.REFUSE)
+        return bye(error)
+
+    def lost(self, error: RdmaKvError | None = None) -> None:
+        """The stream has ended or broken."""
+        if not self._machine.ended:
+            self._machine.step(_E.LOST)
+            self.error = error or PeerLostError(self.peer, "closed the control stream")
+
+    def tick(self, now: float) -> bool:
+        """True where the deadline has just passed; the link is closed then."""
+        if self.deadline is None or now < self.deadline or self._machine.ended:
+            return False
+        self._machine.step(_E.TIMEOUT)
+        self.error = PeerLostError(self.peer, "no HELLO in time")
+        return True
+
+    def _close(self, event: LinkEvent, error: RdmaKvError) -> Bye:
+        self._machine.step(event)
+        self.error = error
+        return bye(error)
+
+    def _check_expected(self, remote: Identity) -> None:
+        if self.expected is not None and remote.id != self.expected:
+            raise IncompatiblePeerError(
+                str(self.expected), "identity", f"{remote.id} answered; the registry names {self.expected} there"
+            )
+
+
+def keeps_dialed(own: AgentId, peer: AgentId) -> bool:
+    """On a double dial: whether the connection that we dialed stays."""
+    return own < peer
+
+
+def bye(error: RdmaKvError) -> Bye:
+    """How a refusal is told to the peer."""
+    field = getattr(error, "field", "")
+    text = str(error.args[0]) if error.args else type(error).__name__
+    return Bye(error.code, str(field)[:2000], text[:2000])
+
+
+def _bye_error(peer: str, message: Bye) -> RdmaKvError:
+    if message.code in {ErrorCode.INCOMPATIBLE_PEER, ErrorCode.CONFIG}:
+        return IncompatiblePeerError(peer, message.field, f"refused by the peer: {message.message}")
+    if message.code is ErrorCode.REMOTE_PROTOCOL:
+        return RemoteProtocolError(peer, f"refused by the peer: {message.message}")
+    return PeerLostError(peer, f"said goodbye: {message.message}")
+
+
+def read_hello(peer: str, message: Hello) -> Identity:
+    """A HELLO in our own words.
+
+    Raises:
+        RemoteProtocolError: it contradicts itself.
+        IncompatiblePeerError: another protocol version.
+    """
+    if message.version != PROTOCOL_VERSION:
+        raise IncompatiblePeerError(peer, "version", f"speaks protocol {message.version}, we speak {PROTOCOL_VERSION}")
+    try:
+        topology = _read_topology(message.topology)
+        model = ModelSpec(tuple(_read_component(facts) for facts in message.components), message.fingerprint)
+        role, tie_break = Role(message.role), TieBreak(message.tie_break)
+        owns = tuple(Owned(replica, rank) for replica, rank in message.owns)
+        if owns != topology.owned(sorted({rank for _, rank in message.owns})):
+            raise ConfigError("owns", "does not match the topology, or is not in ascending order")
+        if owns[0].rank != message.rank:
+            raise ConfigError("rank", "is not the lowest rank owned")
+        if message.slot_bytes < 1 or any(facts.page_size < 1 for facts in message.components):
+            raise ConfigError("slot_bytes", "slot_bytes and page_size must be positive")
+    except (ConfigError, ValueError) as exc:
+        raise RemoteProtocolError(peer, f"HELLO contradicts itself: {exc}") from exc
+    return Identity(
+        id=AgentId(message.cluster, message.engine, role, message.rank),
+        incarnation=message.incarnation,
+        topology=topology,
+        tie_break=tie_break,
+        model=model,
+        page_sizes=tuple(facts.page_size for facts in message.components),
+        owns=owns,
+        transport=message.transport,
+        slot_bytes=message.slot_bytes,
+    )
+
+
+def check_compatible(own: Identity, remote: Identity) -> None:
+    """Whether KV can be exchanged. Page sizes, NHD or HND, and parallel layouts may differ; the rest may not.
+
+    Raises:
+        IncompatiblePeerError: `field` names what differs.
+    """
+    peer = str(remote.id)
+
+    def same(field: str, ours: object, theirs: object) -> None:
+        if ours != theirs:
+            raise IncompatiblePeerError(peer, field, f"{theirs!r} there, {ours!r} here; both sides must agree")
+
+    same("cluster", own.id.cluster, remote.id.cluster)
+    if own.id.role is remote.id.role:
+        raise IncompatiblePeerError(peer, "role", f"both are {own.id.role.value}; KV goes from prefill to decode")
+    same("transport", own.transport, remote.transport)
+    same("fingerprint", own.model.fingerprint, remote.model.fingerprint)
+    same(
+        "components",
+        [component.name for component in own.model.components],
+        [component.name for component in remote.model.components],
+    )
+    for ours, theirs in zip(own.model.components, remote.model.components, strict=True):
+        for field in (
+            "dtype",
+            "kv_factor",
+            "row_bytes",
+            "layers",
+            "kv_heads",
+            "replicated",
+            "has_tokens",
+            "scale_mode",
+        ):
+            same(f"{ours.name}.{field}", getattr(ours, field), getattr(theirs, field))
+    prefill, decode = (own, remote) if own.id.role is Role.PREFILL else (remote, own)
+    try:
+        check_pair(own.model, prefill.topology, decode.topology)
+    except ConfigError as exc:
+        raise IncompatiblePeerError(peer, exc.field, exc.problem) from exc
+
+
+def _component_facts(component: Component, page_size: int) -> ComponentFacts:
+    return ComponentFacts(
+        name=component.name,
+        layers=list(component.layers),
+        kv_heads=component.kv_heads,
+        kv_factor=component.kv_factor,
+        row_bytes=component.row_bytes,
+        dtype=component.dtype,
+        replicated=component.replicated,
+        has_tokens=component.has_tokens,
+        scale_mode=component.scale_mode,
+        page_size=page_size,
+    )
+
+
+def _read_component(facts: ComponentFacts) -> Component:
+    return Component(
+        facts.name,
+        tuple(facts.layers),
+        facts.kv_heads,
+        facts.kv_factor,
+        facts.row_bytes,
+        facts.dtype,
+        facts.replicated,
+        facts.has_tokens,
+        facts.scale_mode,
+    )
+
+
+def _read_topology(facts: TopologyFacts) -> Topology:
+    stages = tuple(facts.layers_per_stage)
+    return Topology(facts.tp, facts.pp, facts.cp, facts.dp, stages, ContextSplit.parse(facts.cp_split))

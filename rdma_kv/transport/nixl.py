@@ -1,0 +1,389 @@
+"""NIXL (with its UCX back-end) as a transport, host memory only.
+
+Theory of operation. One NIXL agent per endpoint, made when the endpoint is first needed; one owner thread per transport
+that makes every NIXL call (`nixl_owner`); all that is in flight belongs to the endpoint's `NixlLink` on that thread
+(`nixl_link`). This module is the half on the event loop: it turns calls into jobs and answers into results.
+
+The peer's metadata travels as one MessagePack array in the envelope of `base`: NIXL's own blob, the NIXL agent's name,
+a scratch byte for `notify`, the exported regions (checked before a byte is posted, since tcp and cma enforce no key),
+and what is needed to name the lane.
+
+Memory after a failure. NIXL cannot take back what it posted. After a `TransportError` whose status is not `NOT_POSTED`
+the memory of that WRITE must be held; fences are not built yet, so it is held until the process exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+import numpy as np
+
+from rdma_kv.errors import (
+    ClosedError,
+    ConfigError,
+    FenceUnsupported,
+    LocalProtocolError,
+    RegistrationError,
+    TransportError,
+)
+from rdma_kv.transport.base import NOT_POSTED, NotificationCallback, WritePair, unwrap_metadata, wrap_metadata
+from rdma_kv.transport.inbox import Inbox
+from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd
+from rdma_kv.transport.nixl_owner import BACKEND, Nixl, Owner, fail, load_nixl
+from rdma_kv.transport.regions import RegionTable
+from rdma_kv.transport.ucx_environment import choose_lane, host_id, prepare_ucx_environment, usable_lanes
+from rdma_kv.types import Region
+
+__all__ = ["NixlEndpoint", "NixlTransport", "prepare_ucx_environment"]
+
+T = TypeVar("T")
+
+_NO_FENCE: Final = (
+    "NIXL cannot take back what was posted, and this version has no fence; hold the memory until this process exits"
+)
+
+
+class _Blob(msgspec.Struct, array_like=True):
+    """What the peer needs. See `RemoteEnd` for the first four."""
+
+    agent: str
+    nixl: bytes
+    scratch: int
+    regions: list[tuple[int, int]]
+    host: str
+    lanes: list[str]
+
+
+class _Core:
+    """What all endpoints of a transport share: the thread, NIXL, and the registered memory.
+
+    `regions` and `links` live on the owner thread.
+    """
+
+    def __init__(self, name: str, owner: Owner, nixl: Nixl, environ: Mapping[str, str]) -> None:
+        self.name = name
+        self.owner = owner
+        self.nixl = nixl
+        self.regions = RegionTable()
+        self.links: list[NixlLink] = []
+        self.host = host_id()
+        self.lanes = usable_lanes(environ)
+        self.scratch = np.zeros(2, dtype=np.uint8)
+        self._serial = itertools.count()
+
+    def make_link(self, peer: str, deliver: Callable[[list[bytes]], None]) -> NixlLink:
+        """On the loop: a link whose NIXL agent's name is never used twice in this process."""
+        name = f"{self.name}>{peer}#{next(self._serial)}"
+        link = NixlLink(self.nixl, name, self.regions, scratch=self.scratch, deliver=deliver)
+        self.owner.post(lambda: self._add(link))
+        return link
+
+    def register(self, region: Region) -> None:
+        """On the thread: all links or none."""
+        if not self.regions.add(region):
+            return
+        done: list[NixlLink] = []
+        try:
+            for link in self.links:
+                link.register(region)
+                done.append(link)
+        except RegistrationError:
+            for link in done:
+                link.deregister(region)
+            self.regions.remove(region)
+            raise
+
+    def deregister(self, region: Region) -> None:
+        """On the thread."""
+        if self.regions.remove(region):
+            for link in self.links:
+                link.deregister(region)
+
+    def metadata(self, link: NixlLink) -> bytes:
+        """On the thread: what the peer needs to reach `link`, wrapped."""
+        regions = [(region.address, region.length_bytes) for region in self.regions]
+        sink = self.scratch.ctypes.data + 1
+        blob = _Blob(link.name, link.metadata(), sink, regions, self.host, self.lanes)
+        return wrap_metadata(BACKEND, msgspec.msgpack.encode(blob))
+
+    def close_link(self, link: NixlLink) -> None:
+        """On the thread."""
+        if link in self.links:
+            self.links.remove(link)
+            self.owner.remove(link)
+            link.close()
+
+    def _add(self, link: NixlLink) -> None:
+        self.links.append(link)
+        self.owner.add(link)
+
+
+class NixlEndpoint:
+    """The link to one peer over NIXL. See `Endpoint` for the contract; made by `NixlTransport.endpoint`."""
+
+    def __init__(self, core: _Core, peer: str) -> None:
+        self._core = core
+        self._peer = peer
+        self._lane = "unknown"
+        self._loop = asyncio.get_running_loop()
+        self._inbox = Inbox(self._loop)
+        self._link = core.make_link(peer, self._deliver)
+        self._pending: set[asyncio.Future[None]] = set()
+        self._loading: tuple[bytes, asyncio.Task[None]] | None = None
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def peer(self) -> str:
+        return self._peer
+
+    @property
+    def lane(self) -> str:
+        """`cma`, `tcp` or `rdma`: the best that UCX may use on both sides; see `ucx_environment`."""
+        return self._lane
+
+    @property
+    def closed(self) -> bool:
+        return self._closing is not None
+
+    async def metadata(self) -> bytes:
+        """What the peer passes to its `connect`. Makes the NIXL agent at the first call (0.4 s the first time).
+
+        Raises:
+            TransportError: the endpoint is closed, or the agent could not be made.
+            RegistrationError: NIXL refused memory that was registered before.
+        """
+        self._check_open()
+        return await self._core.owner.call(lambda: self._core.metadata(self._link))
+
+    async def connect(self, metadata: bytes) -> None:
+        """Make the peer's exported memory writable from here; again, with newer metadata, after it registered more.
+
+        Raises:
+            RegistrationError: the metadata cannot be used; NIXL has not seen it.
+            TransportError: NIXL could not reach the peer, also after retries, or the endpoint is closed.
+        """
+        self._check_open()
+        blob, remote = _decode(unwrap_metadata(BACKEND, metadata))
+        before = self._loading
+        if before is None or before[0] != metadata or _failed(before[1]):
+            task = self._loop.create_task(self._load(blob, remote, before and before[1]))
+            task.add_done_callback(_failed)
+            self._loading = (metadata, task)
+        assert self._loading is not None
+        await asyncio.shield(self._loading[1])
+
+    async def write(self, pairs: Sequence[WritePair], notification: bytes) -> None:
+        """WRITE all pairs, then notify. Goes on if the awaiting task is cancelled.
+
+        Raises:
+            TransportError: see `Endpoint.write`; with status `NOT_POSTED` no byte left.
+        """
+        self._check_open()
+        copied = tuple(pairs)
+        future = self._future()
+        self._core.owner.begin(lambda settle: self._link.write(copied, notification, settle), future)
+        await future
+
+    async def notify(self, message: bytes) -> None:
+        """Notify without data. Waits, as a WRITE does, until the peer listens.
+
+        Raises:
+            TransportError: as for `write`.
+        """
+        await self.write((), message)
+
+    def on_notification(self, callback: NotificationCallback) -> None:
+        self._inbox.on_notification(callback)
+
+    def listen(self) -> None:
+        if self.closed:
+            raise ClosedError(f"the endpoint of {self._peer} is closed")
+        if self._inbox.listen():
+            self._core.owner.post(lambda: self._set_listening(True))
+
+    def unlisten(self) -> None:
+        if not self.closed and self._inbox.unlisten():
+            self._core.owner.post(lambda: self._set_listening(False))
+
+    async def fence_source(self) -> None:
+        """Not built yet: memory of a failed WRITE is held until the process exits.
+
+        Raises:
+            FenceUnsupported: always.
+        """
+        raise FenceUnsupported(BACKEND, "no-fence", _NO_FENCE)
+
+    async def fence_target(self) -> None:
+        """Not built yet: memory that a failed peer may still write is held until the process exits.
+
+        Raises:
+            FenceUnsupported: always.
+        """
+        raise FenceUnsupported(BACKEND, "no-fence", _NO_FENCE)
+
+    async def close(self) -> None:
+        """End the link and destroy its NIXL agent. Pending operations end at once, with TransportError. Idempotent."""
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        self._inbox.close()
+        for future in tuple(self._pending):
+            fail(future, TransportError(BACKEND, "closed", f"closed while an operation to {self._peer} was pending"))
+        await self._core.owner.call(lambda: self._core.close_link(self._link))
+
+    async def _load(self, blob: _Blob, remote: RemoteEnd, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait([before])
+        future = self._future()
+        self._core.owner.begin(lambda settle: self._link.connect(remote, settle), future)
+        await future
+        same_host = blob.host == self._core.host != ""
+        self._lane = choose_lane(self._core.lanes, blob.lanes, same_host=same_host)
+
+    def _future(self) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = self._loop.create_future()
+        self._pending.add(future)
+        future.add_done_callback(self._pending.discard)
+        return future
+
+    def _deliver(self, messages: list[bytes]) -> None:
+        """On the thread."""
+        self._core.owner.tell(lambda: self._receive(messages))
+
+    def _receive(self, messages: list[bytes]) -> None:
+        if not self.closed:
+            for message in messages:
+                self._inbox.put(message)
+
+    def _set_listening(self, listening: bool) -> None:
+        """On the thread."""
+        self._link.listening = listening
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise TransportError(BACKEND, NOT_POSTED, f"the endpoint of {self._peer} is closed")
+
+
+class NixlTransport:
+    """A `Transport` over NIXL for host memory.
+
+    Args:
+        name: of our agent; holds the incarnation, so that no NIXL agent's name is ever used by two processes.
+        environ: where UCX's settings are read to name the lane; default `os.environ`. UCX itself reads the real one.
+    """
+
+    def __init__(self, name: str, *, environ: Mapping[str, str] | None = None) -> None:
+        self._name = name
+        self._environ = os.environ if environ is None else environ
+        self._core: _Core | None = None
+        self._endpoints: dict[str, NixlEndpoint] = {}
+        self._closing: asyncio.Task[None] | None = None
+
+    @property
+    def backend(self) -> str:
+        return _BACKEND
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def owner_thread(self) -> threading.Thread:
+        """The thread that makes all NIXL calls, for measurements.
+
+        Raises:
+            LocalProtocolError: the transport was not started.
+        """
+        if self._core is None:
+            raise LocalProtocolError(f"start transport {self._name} first")
+        return self._core.owner.thread
+
+    async def start(self) -> None:
+        """Start the owner thread and import NIXL there (50 to 200 ms, for about 50 ms of which it holds the GIL).
+
+        Raises:
+            ConfigError: NIXL is not installed; the text names the extra.
+            LocalProtocolError: it was started before.
+        """
+        if self._core is not None or self._closing is not None:
+            raise LocalProtocolError(f"transport {self._name} was started before")
+        owner = Owner(f"nixl-{self._name}", asyncio.get_running_loop())
+        owner.start()
+        try:
+            nixl = await owner.call(load_nixl)
+        except BaseException:
+            await owner.stop()
+            raise
+        self._core = _Core(self._name, owner, nixl, self._environ)
+
+    async def close(self) -> None:
+        """Close all endpoints, then end and join the owner thread, without blocking the loop. Idempotent."""
+        if self._closing is None:
+            self._closing = asyncio.get_running_loop().create_task(self._close())
+        await asyncio.shield(self._closing)
+
+    async def register(self, address: int, length_bytes: int) -> Region:
+        """Register host memory with every endpoint, present and future. It stays the caller's and must outlive that.
+
+        Raises:
+            ConfigError: zero length, or an overlap.
+            RegistrationError: NIXL refused it; no endpoint has it.
+        """
+        core = self._opened()
+        region = Region(address, length_bytes)
+        await core.owner.call(lambda: core.register(region))
+        return region
+
+    async def deregister(self, region: Region) -> None:
+        """Undo one `register`. Peers that have older metadata can still write there: see the contract.
+
+        Raises:
+            ConfigError: it is not registered.
+            TransportError: NIXL refused it.
+        """
+        core = self._opened()
+        await core.owner.call(lambda: core.deregister(region))
+
+    def endpoint(self, peer: str) -> NixlEndpoint:
+        """The endpoint of `peer`, made at the first call and after a `close` of the former one."""
+        core = self._opened()
+        endpoint = self._endpoints.get(peer)
+        if endpoint is None or endpoint.closed:
+            endpoint = self._endpoints[peer] = NixlEndpoint(core, peer)
+        return endpoint
+
+    async def _close(self) -> None:
+        if self._core is None:
+            return
+        try:
+            await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints.values()))
+        finally:
+            await self._core.owner.stop()
+
+    def _opened(self) -> _Core:
+        if self._core is None:
+            raise LocalProtocolError(f"start transport {self._name} first")
+        if self._closing is not None:
+            raise ClosedError(f"transport {self._name} is closed")
+        return self._core
+
+
+def _decode(data: bytes) -> tuple[_Blob, RemoteEnd]:
+    try:
+        blob = msgspec.msgpack.decode(data, type=_Blob)
+        return blob, RemoteEnd(blob.agent, blob.nixl, blob.scratch, RegionTable(blob.regions))
+    except (msgspec.MsgspecError, ConfigError) as exc:
+        raise RegistrationError(BACKEND, "malformed", "metadata of this version cannot be read") from exc
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    """Whether `task` ended without success. Marks its exception as seen."""
+    return task.done() and (task.cancelled() or task.exception() is not None)

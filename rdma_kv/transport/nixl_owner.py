@@ -1,0 +1,290 @@
+"""The one thread that calls NIXL, and the loading of NIXL.
+
+Theory of operation. NIXL's calls hold the GIL or block, it has no event to wait for, and it makes progress only inside
+its calls. So one thread owns all of them. It takes jobs from a queue and answers on the event loop, by
+`call_soon_threadsafe` only. Between jobs it gives each *active* link (one that listens, has a WRITE pending, or
+connects) a turn: post a little, ask for completions and notifications. When no link is active it blocks on the queue:
+idle costs nothing. When turns bring nothing it spins briefly, then sleeps on the queue, longer each time up to 1 ms, so
+that it wakes at once for a job and leaves the GIL to others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import importlib
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rdma_kv.errors import ConfigError, TransportError
+
+BACKEND = "nixl"
+_MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports torch
+_SPINS = 20  # turns without sleep after the last movement: some 0.2 ms, a small WRITE's latency
+_FIRST_PAUSE_S = 50e-6
+_LONGEST_PAUSE_S = 1e-3
+_EXIT_JOIN_S = 2.0  # how long a process that forgot `close` waits for the thread at its exit
+
+T = TypeVar("T")
+Settle = Callable[[TransportError | None], None]
+"""Told once how an operation ended: None is success. Called on the owner thread."""
+
+_logger = logging.getLogger(__name__)
+
+
+class NixlHandle(Protocol):
+    """`nixl_xfer_handle`, the part that we use."""
+
+    def release(self) -> None: ...
+
+
+class NixlAgent(Protocol):
+    """`nixl_agent`, the part that we use. Every method raises one of `Nixl.errors`; none returns an error."""
+
+    backends: dict[str, int]
+
+    def get_agent_metadata(self) -> bytes: ...
+
+    def register_memory(self, reg_list: list[tuple[int, int, int, str]], mem_type: str) -> object: ...
+
+    def deregister_memory(self, dereg_list: object) -> None: ...
+
+    def add_remote_agent(self, metadata: bytes) -> bytes: ...
+
+    def make_connection(self, remote_agent: str) -> None: ...
+
+    def get_xfer_descs(self, descs: NDArray[np.uint64], mem_type: str) -> object: ...
+
+    def initialize_xfer(
+        self, operation: str, local_descs: object, remote_descs: object, remote_agent: str, notif_msg: bytes
+    ) -> NixlHandle: ...
+
+    def transfer(self, handle: NixlHandle) -> str: ...
+
+    def check_xfer_state(self, handle: NixlHandle) -> str: ...
+
+    def get_new_notifs(self) -> dict[str, list[bytes]]: ...
+
+
+@dataclass(frozen=True)
+class Nixl:
+    """The loaded wrapper.
+
+    Attributes:
+        api: module `nixl_cu12` or `nixl_cu13`.
+        errors: all that it raises.
+    """
+
+    api: Any
+    errors: tuple[type[Exception], ...]
+
+    def make_agent(self, name: str) -> NixlAgent:
+        """A NIXL agent with the UCX back-end and no thread of its own (its progress thread spins on a whole core).
+
+        Raises:
+            TransportError: UCX refused to start.
+        """
+        sync = self.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW  # the default crashes with more than one thread
+        config = self.api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync, backends=["UCX"])
+        try:
+            agent: NixlAgent = self.api.nixl_agent(name, config)
+        except self.errors as error:
+            raise translate(error, "the agent could not be made; see UCX_TLS and UCX_NET_DEVICES") from None
+        if "UCX" not in agent.backends:
+            raise TransportError(BACKEND, "no-ucx", "this NIXL has no UCX plug-in")
+        return agent
+
+
+def load_nixl() -> Nixl:
+    """Import NIXL's wrapper.
+
+    Raises:
+        ConfigError: neither wheel is installed.
+    """
+    causes = []
+    for name in _MODULES:
+        try:
+            return _import(name)
+        except ImportError as error:
+            causes.append(str(error))
+    raise ConfigError("transport", f"nixl is not installed; pip install 'rdma-kv[nixl]' ({'; '.join(causes)})")
+
+
+def _import(name: str) -> Nixl:
+    raises = logging.raiseExceptions
+    try:
+        api = importlib.import_module(name)
+        bindings = importlib.import_module(f"{name}._bindings")
+    finally:
+        logging.raiseExceptions = raises  # the wrapper switches it off for the whole process
+    if "NIXL_LOG_LEVEL" not in os.environ:
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes INFO to standard output
+    found = (value for value in vars(bindings).values() if isinstance(value, type) and issubclass(value, Exception))
+    return Nixl(api, tuple(found))
+
+
+def translate(error: Exception, message: str) -> TransportError:
+    """NIXL's exception as ours; its class name becomes the status.
+
+    The traceback is dropped: its frames would keep a transfer handle, and with it the agent, from being destroyed.
+    """
+    status = type(error).__name__.removeprefix("nixl").removesuffix("Error")
+    ours = TransportError(BACKEND, status, message)
+    ours.__cause__ = error.with_traceback(None)
+    return ours
+
+
+class Turnable(Protocol):
+    """What the owner polls."""
+
+    @property
+    def active(self) -> bool: ...
+
+    def turn(self) -> bool:
+        """Make progress without blocking for long. True if something moved."""
+        ...
+
+    def abandon(self, error: TransportError) -> None:
+        """End everything pending with `error`."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Owner:
+    """The thread. Everything but `_run` and the jobs is called on the event loop.
+
+    Args:
+        name: of the thread.
+        loop: where results arrive.
+    """
+
+    def __init__(self, name: str, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._links: list[Turnable] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._fruitless = 0
+
+    @property
+    def thread(self) -> threading.Thread:
+        return self._thread
+
+    def start(self) -> None:
+        atexit.register(self._halt)  # a daemon thread inside C++ when the interpreter dies can end it with an abort
+        self._thread.start()
+
+    async def stop(self) -> None:
+        """Close all links, end the thread and join it, off the loop."""
+        self._jobs.put(None)
+        await self._loop.run_in_executor(None, self._thread.join)
+        atexit.unregister(self._halt)
+
+    def post(self, job: Callable[[], None]) -> None:
+        """Run `job` on the thread; it must not raise."""
+        self._jobs.put(job)
+
+    def call(self, job: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `job` on the thread; the future has its result or exception."""
+        future: asyncio.Future[T] = self._loop.create_future()
+
+        def run() -> None:
+            try:
+                result = job()
+            except Exception as error:  # noqa: BLE001 - all of it goes to whoever awaits
+                self.tell(partial(fail, future, error))
+            else:
+                self.tell(partial(succeed, future, result))
+
+        self._jobs.put(run)
+        return future
+
+    def begin(self, job: Callable[[Settle], None], future: asyncio.Future[None]) -> None:
+        """Run `job` on the thread; `future` ends when the job, now or in a later turn, settles."""
+
+        def settle(error: TransportError | None) -> None:
+            self.tell(partial(succeed, future, None) if error is None else partial(fail, future, error))
+
+        def run() -> None:
+            try:
+                job(settle)
+            except Exception as error:  # noqa: BLE001 - all of it goes to whoever awaits
+                self.tell(partial(fail, future, error))
+
+        self._jobs.put(run)
+
+    def tell(self, callback: Callable[[], None]) -> None:
+        """From the thread: run `callback` on the event loop."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(callback)
+
+    def add(self, link: Turnable) -> None:
+        """On the thread: poll `link` from now on."""
+        self._links.append(link)
+
+    def remove(self, link: Turnable) -> None:
+        """On the thread: forget `link`."""
+        if link in self._links:
+            self._links.remove(link)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._next_job()
+            except queue.Empty:
+                moved = [_turn(link) for link in tuple(self._links) if link.active]
+                self._fruitless = 0 if any(moved) else self._fruitless + 1
+                continue
+            if job is None:
+                break
+            self._fruitless = 0
+            job()
+        for link in tuple(self._links):
+            link.close()
+
+    def _next_job(self) -> Callable[[], None] | None:
+        """Wait for a job as long as the state of the links allows.
+
+        Raises:
+            queue.Empty: it is time for a turn.
+        """
+        if not any(link.active for link in self._links):
+            return self._jobs.get()
+        if self._fruitless < _SPINS:
+            return self._jobs.get_nowait()
+        doublings = min(self._fruitless - _SPINS, 10)
+        return self._jobs.get(timeout=min(_FIRST_PAUSE_S * 2**doublings, _LONGEST_PAUSE_S))
+
+    def _halt(self) -> None:
+        self._jobs.put(None)
+        self._thread.join(_EXIT_JOIN_S)
+
+
+def _turn(link: Turnable) -> bool:
+    """A turn whose bug ends this link, not the thread that all others need."""
+    try:
+        return link.turn()
+    except Exception as error:
+        _logger.exception("a link of the NIXL transport failed")
+        link.abandon(TransportError(BACKEND, "bug", f"unexpected {type(error).__name__}: {error}"))
+        return True
+
+
+def succeed(future: asyncio.Future[T], result: T) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
