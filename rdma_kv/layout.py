@@ -31,6 +31,14 @@ class Origin(NamedTuple):
     offset: int
 
 
+class _Level(NamedTuple):
+    """One dimension of a plane: `steps` times what lies inside, which spans `extent` bytes, `stride` bytes apart."""
+
+    stride: int
+    steps: int
+    extent: int
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """Strides of one rank's pool of one component.
@@ -43,7 +51,7 @@ class KvLayout:
         page_stride, token_stride, head_stride: bytes.
 
     Raises:
-        ConfigError: a size that is not positive, or strides that let two rows share bytes.
+        ConfigError: a size that is not positive, or strides or origins that let two rows share bytes.
     """
 
     origins: tuple[tuple[Origin, ...], ...]
@@ -66,10 +74,11 @@ class KvLayout:
             )
         if any(origin.offset < 0 or origin.buffer < 0 for planes in self.origins for origin in planes):
             raise ConfigError("origins", "buffers and offsets must not be negative")
-        self._check_rows_disjoint()
+        self._check_planes_disjoint(self._check_rows_disjoint())
 
-    def _check_rows_disjoint(self) -> None:
+    def _check_rows_disjoint(self) -> list[_Level]:
         """Nested strides: sorted by size, each must span all that the smaller ones cover."""
+        levels = []
         extent = self.row_bytes
         dims = [
             (self.head_stride, self.heads, "head_stride"),
@@ -83,7 +92,20 @@ class KvLayout:
                 raise ConfigError(
                     field, f"{stride} bytes is less than the {extent} bytes that lie inside; rows would overlap"
                 )
+            levels.append(_Level(stride, count, extent))
             extent = stride * (count - 1) + extent
+        return levels
+
+    def _check_planes_disjoint(self, levels: list[_Level]) -> None:
+        """No plane of a (layer, kv) may reach into the rows of another; into its gaps it may."""
+        offsets: dict[int, list[int]] = {}
+        for planes in self.origins:
+            for buffer, offset in planes:
+                offsets.setdefault(buffer, []).append(offset)
+        for found in offsets.values():
+            for shift in _near_shifts(np.sort(np.array(found, dtype=np.int64)), self.plane_bytes):
+                if _rows_meet(levels, self.row_bytes, shift):
+                    raise ConfigError("origins", f"two planes {shift} bytes apart would share bytes")
 
     @property
     def num_layers(self) -> int:
@@ -189,3 +211,25 @@ class KvLayout:
 def _stacked(layers: int, kv: int, plane_bytes: int) -> tuple[tuple[Origin, ...], ...]:
     """Origins of one buffer in which the planes lie one behind the other, `[layer][kv]`."""
     return tuple(tuple(Origin(0, (layer * kv + k) * plane_bytes) for k in range(kv)) for layer in range(layers))
+
+
+def _near_shifts(offsets: Int64Array, reach: int) -> set[int]:
+    """Distances below `reach` between any two of the ascending `offsets`."""
+    shifts: set[int] = set()
+    for lag in range(1, offsets.size):
+        apart = offsets[lag:] - offsets[:-lag]
+        near = apart[apart < reach]
+        if not near.size:
+            break
+        shifts.update(near.tolist())
+    return shifts
+
+
+def _rows_meet(levels: list[_Level], row_bytes: int, shift: int) -> bool:
+    """Whether a plane and the same plane `shift` bytes further have a byte in common; `levels` from the innermost."""
+    if not levels:
+        return abs(shift) < row_bytes
+    *inner, (stride, steps, extent) = levels
+    first = max(1 - steps, -((shift + extent - 1) // stride))
+    last = min(steps - 1, (extent - 1 - shift) // stride)
+    return any(_rows_meet(inner, row_bytes, shift + k * stride) for k in range(first, last + 1))

@@ -242,6 +242,11 @@ class Links:
                 logger.debug("dial %s: %s; again in %.2f s", record.id, exc, pause)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, self._timeouts.retry)
+            except Exception as exc:
+                if not dial.result.done():  # a bug of ours must not leave the waiters waiting
+                    dial.result.set_exception(exc)
+                    dial.result.exception()
+                raise
             finally:
                 dial.greeting = False
 

@@ -15,6 +15,7 @@ from typing import cast
 
 import typer
 
+from rdma_kv.cli.demo import demo
 from rdma_kv.cli.output import print_error
 from rdma_kv.cli.plan import plan
 from rdma_kv.errors import ConfigError, RdmaKvError
@@ -31,6 +32,7 @@ def root() -> None:
     """KV-cache transfer between prefill and decode replicas."""
 
 
+app.command("demo")(demo)
 app.command("plan")(plan)
 
 # The base of all that typer itself refuses; which package it lies in depends on typer's version.

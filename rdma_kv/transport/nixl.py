@@ -289,7 +289,7 @@ class NixlTransport:
 
     @property
     def backend(self) -> str:
-        return _BACKEND
+        return BACKEND
 
     @property
     def name(self) -> str:

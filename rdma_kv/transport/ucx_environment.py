@@ -30,8 +30,8 @@ def prepare_ucx_environment(environ: MutableMapping[str, str], *, infiniband: Pa
     """Set what a command of ours wants of UCX and NIXL, where the user has not. For commands, never for library use.
 
     Call it before NIXL is imported. Without InfiniBand devices it keeps UCX from loading the InfiniBand modules, whose
-    library otherwise ends the process with a segmentation fault at exit, in place of its own status. And it silences
-    both loggers (NIXL's Python logger writes to standard output); what matters comes as an exception.
+    library can end the process with a segmentation fault at exit, in place of its own status. And it quiets both
+    loggers: NIXL's errors come as exceptions too, and its Python logger writes to standard output.
 
     Args:
         environ: usually `os.environ`; changed in place.
@@ -39,7 +39,7 @@ def prepare_ucx_environment(environ: MutableMapping[str, str], *, infiniband: Pa
     """
     if not _entries(infiniband):
         environ.setdefault("UCX_MODULES", "^" + ",".join(_RDMA_MODULES))
-    environ.setdefault("UCX_LOG_LEVEL", "fatal")
+    environ.setdefault("UCX_LOG_LEVEL", "error")
     environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
 
 

@@ -109,10 +109,20 @@ LAYOUTS = {
 
 
 class Pool:
-    """One rank's pool: random bytes here, and a copy of them in the kernels' memory."""
+    """One rank's pool: random bytes (or all `fill`) here, and a copy of them in the kernels' memory.
+
+    `skew` puts each allocation another few bytes off alignment.
+    """
 
     def __init__(
-        self, memory: Memory, layout: str, geometry: Geometry, rng: np.random.Generator, *, skew: int = 0
+        self,
+        memory: Memory,
+        layout: str,
+        geometry: Geometry,
+        rng: np.random.Generator,
+        *,
+        skew: int = 0,
+        fill: int | None = None,
     ) -> None:
         self.geometry = geometry
         self._memory = memory
@@ -122,7 +132,8 @@ class Pool:
         self._placed: list[int] = []
         for i, shape in enumerate(LAYOUTS[layout].shapes(geometry)):
             begin, size = GUARD + skew * (i + 1), int(np.prod(shape))
-            whole = rng.integers(0, 256, begin + size + GUARD, np.uint8)
+            low, high = (0, 256) if fill is None else (fill, fill + 1)
+            whole = rng.integers(low, high, begin + size + GUARD, np.uint8)
             self._whole.append(whole)
             self._shaped.append(whole[begin : begin + size].reshape(shape))
             self._placed.append(memory.place(whole))

@@ -48,17 +48,25 @@ async def test_many_pairs_in_one_write(rig):
     assert np.array_equal(destination.bytes.reshape(5000, 64), expected)
 
 
-async def test_the_notification_comes_once_and_never_before_its_data(rig):
-    a, b, source, destination = await linked(rig, 9 * MIB)
-    seen = []
-    b.endpoint.on_notification(lambda message: seen.append((message, np.array_equal(destination.bytes, source.bytes))))
+async def test_each_notification_comes_once_and_never_before_its_data(rig):
+    a, b, source, destination = await linked(rig, 3 * 9 * MIB)
+    complete = {}
+
+    def look(message):
+        part = slice(int(message) * 9 * MIB, (int(message) + 1) * 9 * MIB)
+        complete[message] = np.array_equal(destination.bytes[part], source.bytes[part])
+        b._take(message)
+
+    b.endpoint.on_notification(look)
     b.endpoint.listen()
-    await write(a, [pair(source, destination)], b"one")
+    parts = [pair(source, destination, number * 9 * MIB, 9 * MIB) for number in range(3)]
+    await asyncio.gather(*(write(a, [part], b"%d" % number) for number, part in enumerate(parts)))
+    await b.wait_for(3)
     b.endpoint.on_notification(b._take)
-    await write(a, [pair(source, destination, 0, 1)], b"two")
-    await b.wait_for(2 - len(seen))
-    assert [message for message, _ in seen] + b.received == [b"one", b"two"]
-    assert all(complete for _, complete in seen)
+    await write(a, [], b"end")  # a second copy of one of the three would not be later than this
+    await b.wait_for(4)
+    assert sorted(b.received) == [b"0", b"1", b"2", b"end"]
+    assert complete == {b"0": True, b"1": True, b"2": True}
 
 
 async def test_a_target_that_does_not_listen_gets_nothing_until_it_does(rig):

@@ -1,0 +1,220 @@
+"""One replica of the demo: an agent with the pools of all its ranks, and the model that fills or uses them.
+
+It runs in a process of its own (or, on loopback, as a task) and does what the parent says over its channel. The model runs
+on a worker thread, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from rdma_kv.agent import Agent, AgentConfig
+from rdma_kv.config import StagingConfig, Timeouts
+from rdma_kv.demo.model import DemoModel, KvArray
+from rdma_kv.demo.pools import PageAllocator, RankPool, assemble, cut, pages_for
+from rdma_kv.demo.verify import alteration_is_seen, compare, fingerprints, overwrite_page
+from rdma_kv.demo.wire import (
+    Arrived,
+    Channel,
+    Decode,
+    Failed,
+    Go,
+    Inspect,
+    Inspected,
+    Prefill,
+    Sent,
+    Started,
+    Stop,
+    Verified,
+    Verify,
+)
+from rdma_kv.errors import RdmaKvError
+from rdma_kv.registry.static import StaticRegistry
+from rdma_kv.topology import Topology
+from rdma_kv.transport.base import Transport
+from rdma_kv.types import Interval, ReplicaId, Role
+
+CLUSTER = "demo"
+STAGING = StagingConfig(slots=8, slot_bytes=64 << 10)  # small slots, so that a request takes several chunks
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What one replica is.
+
+    Attributes:
+        pages: size of each rank's pool.
+        request_timeout_s: for one transfer.
+    """
+
+    role: Role
+    replica: int
+    topology: Topology
+    layout: str
+    page_size: int
+    pages: int
+    seed: int
+    registry: Path
+    request_timeout_s: float
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.topology.replica_ranks(self.replica)
+
+    def config(self, model: DemoModel) -> AgentConfig:
+        return AgentConfig(
+            engine=self.role.value,
+            role=self.role,
+            ranks=self.ranks,
+            topology=self.topology,
+            model=model.spec(),
+            cluster=CLUSTER,
+            staging=STAGING,
+            timeouts=Timeouts(transfer=self.request_timeout_s, quiesce=5.0),
+        )
+
+
+@dataclass
+class _Held:
+    """One request's pages here."""
+
+    pages: list[int]
+    tokens: int
+    first_token: int = 0
+
+
+@dataclass
+class Replica:
+    """The pools of one replica and what lies in them."""
+
+    spec: ReplicaSpec
+    model: DemoModel
+    agent: Agent
+    executor: Executor
+    pools: dict[int, RankPool] = field(default_factory=dict)
+    held: dict[int, _Held] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        spec = self.spec
+        component = self.model.spec().components[0]
+        for rank in spec.ranks:
+            pool = RankPool(
+                spec.layout, component, spec.topology, rank, pages=spec.pages, page_size=spec.page_size, seed=spec.seed
+            )
+            self.pools[rank] = pool
+            self.agent.register_pool(pool.layout, pool.buffers, replica=spec.replica, rank=rank)
+        self._allocator = PageAllocator(spec.pages, spec.seed)
+
+    async def compute(self, work: Callable[[], T]) -> T:
+        """Run model or NumPy work off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self.executor, work)
+
+    def take(self, number: int, tokens: int) -> list[int]:
+        pages = self._allocator.take(pages_for(tokens, self.spec.page_size))
+        self.held[number] = _Held(pages, tokens)
+        return pages
+
+    def fill(self, pages: list[int], kv: KvArray) -> None:
+        component = self.model.spec().components[0]
+        for rank, pool in self.pools.items():
+            pool.write(pages, cut(kv, component, self.spec.topology, rank))
+
+    async def prefill(self, job: Prefill) -> Sent:
+        begin = time.perf_counter()
+        done = await self.compute(partial(self.model.prefill, job.prompt))
+        pages = self.take(job.number, len(job.prompt))
+        await self.compute(partial(self.fill, pages, done.kv))
+        prints = await self.compute(partial(fingerprints, done.kv))
+        filled = time.perf_counter()
+        to = ReplicaId(Role.DECODE.value, job.to)
+        async with self.agent.send(job.key, self.spec.replica, pages, to=to, tokens=len(job.prompt)) as out:
+            await out.push()
+            out.metadata.update(done.extras, first_token=done.first_token)
+        seconds = time.perf_counter() - filled
+        times = out.times
+        lanes = self.agent.stats()["lanes"]
+        return Sent(job.number, prints, filled - begin, seconds, times.gather, times.write, lanes)
+
+    async def decode(self, job: Decode) -> Arrived:
+        pages = self.take(job.number, job.prompt_tokens)
+        source = ReplicaId(Role.PREFILL.value, job.source)
+        received = await self.agent.receive(
+            job.key, self.spec.replica, pages, source=source, tokens=(0, job.prompt_tokens)
+        )
+        self.held[job.number].first_token = received.metadata["first_token"]
+        return Arrived(job.number, received.received_bytes, received.times.scatter)
+
+    async def verify(self, job: Verify) -> Verified:
+        return await self.compute(partial(self._verify, job))
+
+    def _verify(self, job: Verify) -> Verified:
+        held, component, topology = self.held[job.number], self.model.spec().components[0], self.spec.topology
+        shards = {rank: pool.read(held.pages, held.tokens) for rank, pool in self.pools.items()}
+        together = assemble(shards, component, topology)
+        differences = list(together.differences)
+        for rank, shard in shards.items():
+            differences += compare(job.fingerprints, shard, component, topology, rank)
+        begin = time.perf_counter()
+        tokens = self.model.generate(together.kv, held.first_token, job.new_tokens)
+        generate_s = time.perf_counter() - begin
+        page_size = min(self.spec.page_size, held.tokens)
+        spoilt = overwrite_page(together.kv, 0, page_size)
+        first = self.spec.ranks[0]
+        return Verified(
+            job.number,
+            [held.first_token, *tokens],
+            [held.first_token, *self.model.generate(spoilt, held.first_token, job.new_tokens)],
+            differences,
+            alteration_is_seen(
+                job.fingerprints, shards[first], component, topology, first, page=0, page_size=page_size
+            ),
+            generate_s,
+        )
+
+    def inspect(self) -> Inspected:
+        used = [(held.pages, Interval(0, held.tokens)) for held in self.held.values()]
+        return Inspected([text for pool in self.pools.values() for text in pool.untouched(used)])
+
+
+async def serve(
+    spec: ReplicaSpec, model: DemoModel, channel: Channel, transport: Callable[[str], Transport], executor: Executor
+) -> None:
+    """Be one replica until the parent says Stop or is gone."""
+    async with Agent(spec.config(model), StaticRegistry(spec.registry), transport=transport) as agent:
+        replica = Replica(spec, model, agent, executor)
+        channel.send(Started(*agent.address))
+        async with asyncio.TaskGroup() as group:
+            while not isinstance(message := await channel.receive(), Stop | None):
+                if not isinstance(message, Go):
+                    group.create_task(_answer(replica, message, channel))
+    await channel.close()
+
+
+async def _answer(replica: Replica, message: Prefill | Decode | Verify | Inspect, channel: Channel) -> None:
+    number = -1 if isinstance(message, Inspect) else message.number
+    try:
+        match message:
+            case Prefill():
+                channel.send(await replica.prefill(message))
+            case Decode():
+                channel.send(await replica.decode(message))
+            case Verify():
+                channel.send(await replica.verify(message))
+            case Inspect():
+                channel.send(await replica.compute(replica.inspect))
+    except RdmaKvError as exc:
+        channel.send(Failed(number, f"{type(exc).__name__}: {exc}"))
+
+
+def model_thread() -> ThreadPoolExecutor:
+    """One thread for all model work of a process."""
+    return ThreadPoolExecutor(1, thread_name_prefix="demo-model")

@@ -1,0 +1,428 @@
+"""The demo's parent: starts the replicas, hands out requests, and judges what came of them.
+
+With NIXL every replica is a process of its own, forked after the model's imports and before any thread or event loop
+exists. On loopback, which lives in one process, the replicas are tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rdma_kv.demo.model import DemoModel, ModelShape, warm
+from rdma_kv.demo.pools import pages_for
+from rdma_kv.demo.replica import CLUSTER, ReplicaSpec, model_thread, serve
+from rdma_kv.demo.wire import (
+    Arrived,
+    Channel,
+    Decode,
+    Failed,
+    Go,
+    Inspect,
+    Inspected,
+    Prefill,
+    Sent,
+    Started,
+    Stop,
+    Verified,
+    Verify,
+)
+from rdma_kv.errors import ConfigError, RdmaKvError
+from rdma_kv.planner import check_pair
+from rdma_kv.registry.static import AgentRecord, EngineRecord, dump_registry
+from rdma_kv.topology import TieBreak, Topology
+from rdma_kv.transport.base import Transport
+from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
+from rdma_kv.transport.nixl import NixlTransport
+from rdma_kv.transport.ucx_environment import prepare_ucx_environment
+from rdma_kv.types import AgentId, Role
+
+NEW_TOKENS = 16
+_AT_ONCE = 4  # requests under way
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """One engine of the demo."""
+
+    topology: Topology
+    page_size: int
+    layout: str
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """What `rdma-kv demo` was asked for."""
+
+    prefill: EngineOptions
+    decode: EngineOptions
+    shape: ModelShape
+    requests: int
+    transport: str
+    seed: int
+    timeout_s: float
+
+    def check(self) -> None:
+        """Raises ConfigError where model, sides or counts do not fit together."""
+        check_pair(self.shape.spec(), self.prefill.topology, self.decode.topology)
+        if self.transport not in {"nixl", "loopback"}:
+            raise ConfigError("--transport", f"{self.transport!r}; use nixl or loopback")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of the demo and the replicas that serve it.
+
+    Replicas number their requests by themselves, so two pairs of replicas have requests of the same key; only (key, prefill
+    replica, decode replica) names one.
+    """
+
+    number: int
+    key: str
+    prompt: list[int]
+    prefill: int
+    decode: int
+
+
+@dataclass
+class Verdict:
+    """What came of the demo."""
+
+    requests: int
+    expected: dict[int, list[int]] = field(default_factory=dict)
+    sent: dict[int, Sent] = field(default_factory=dict)
+    arrived: dict[int, Arrived] = field(default_factory=dict)
+    verified: dict[int, Verified] = field(default_factory=dict)
+    touched: list[str] = field(default_factory=list)
+    inspected: int = 0
+    failures: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return len(self.verified) == self.requests and not self.failures
+
+    @property
+    def wrong_tokens(self) -> list[int]:
+        return [n for n, v in sorted(self.verified.items()) if v.tokens != self.expected.get(n)]
+
+    @property
+    def wrong_bytes(self) -> list[int]:
+        return [n for n, v in sorted(self.verified.items()) if v.differences]
+
+    @property
+    def blind_controls(self) -> list[int]:
+        """Requests for which a spoilt copy was not noticed."""
+        return [
+            n for n, v in sorted(self.verified.items()) if v.overwritten_tokens == v.tokens or not v.alteration_seen
+        ]
+
+    @property
+    def distinct_tokens(self) -> float:
+        """Different tokens among the 16 generated from transferred pages, on average."""
+        counts = [len(set(v.tokens[1:])) for v in self.verified.values()]
+        return sum(counts) / len(counts) if counts else 0.0
+
+    @property
+    def lanes(self) -> list[str]:
+        return sorted({lane for sent in self.sent.values() for lane in sent.lanes})
+
+    def as_json(self) -> dict[str, Any]:
+        """The object that `--json` prints."""
+        answer = {
+            "requests": self.requests,
+            "bytes": sum(arrived.received_bytes for arrived in self.arrived.values()),
+            "tokens_equal": self.complete and not self.wrong_tokens,
+            "bytes_equal": self.complete and not self.wrong_bytes,
+            "pages_untouched": self.inspected > 0 and not self.touched,
+            "control_changed": self.complete and not self.blind_controls,
+            "distinct_tokens": round(self.distinct_tokens, 2),
+            "lane": "+".join(self.lanes) or "none",
+            "seconds": round(self.seconds, 3),
+            "failures": self.failures[:20],
+        }
+        good = all(answer[k] for k in ("tokens_equal", "bytes_equal", "pages_untouched", "control_changed"))
+        return {"ok": good and self.distinct_tokens >= 10 and not self.failures, **answer}
+
+
+Progress = Callable[[str, int], None]
+"""Told (stage, requests done so far)."""
+
+
+def run_demo(options: DemoOptions, progress: Progress) -> Verdict:
+    """Run the whole demo. Call it from a process without threads: it forks.
+
+    Raises:
+        ConfigError: options that do not fit together.
+        RdmaKvError: the replicas could not be started.
+    """
+    options.check()
+    if options.transport == "nixl":
+        prepare_ucx_environment(os.environ)
+    progress("loading the model", 0)
+    model = warm(options.shape)
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="rdma-kv-demo-") as folder, contextlib.ExitStack() as stack:
+        specs = _specs(options, Path(folder) / "registry.toml")
+        if options.transport == "nixl":
+            sockets = stack.enter_context(_processes(specs, model))
+            verdict = asyncio.run(_parent(options, specs, model, progress, _connect(sockets)))
+        else:
+            verdict = asyncio.run(_parent(options, specs, model, progress, _tasks(specs, model)))
+    verdict.seconds = time.perf_counter() - begin
+    return verdict
+
+
+# --- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def place(options: DemoOptions) -> list[Request]:
+    """Spread the requests over all pairs of replicas, in turn."""
+    prefill_dp, decode_dp = options.prefill.topology.dp, options.decode.topology.dp
+    count: Counter[tuple[int, int]] = Counter()
+    requests = []
+    for number, prompt in enumerate(options.shape.prompts(options.requests, options.seed)):
+        pair = number % prefill_dp, number // prefill_dp % decode_dp
+        requests.append(Request(number, f"request-{count[pair]}", prompt, *pair))
+        count[pair] += 1
+    return requests
+
+
+def _specs(options: DemoOptions, registry: Path) -> list[ReplicaSpec]:
+    requests = place(options)
+    specs = []
+    for role, engine in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+        for replica in range(engine.topology.dp):
+            mine = [r.prompt for r in requests if (r.prefill if role is Role.PREFILL else r.decode) == replica]
+            needed = sum(pages_for(len(prompt), engine.page_size) for prompt in mine)
+            specs.append(
+                ReplicaSpec(
+                    role,
+                    replica,
+                    engine.topology,
+                    engine.layout,
+                    engine.page_size,
+                    pages=needed + max(8, needed // 2),
+                    seed=options.seed * 1000 + 2 * replica + (role is Role.DECODE),
+                    registry=registry,
+                    request_timeout_s=options.timeout_s,
+                )
+            )
+    return specs
+
+
+@contextlib.contextmanager
+def _processes(specs: list[ReplicaSpec], model: DemoModel) -> Iterator[list[socket.socket]]:
+    """Fork one process per replica; end them, by force if need be, on the way out."""
+    context = multiprocessing.get_context("fork")
+    pairs = [socket.socketpair() for _ in specs]
+    children = []
+    for number, spec in enumerate(specs):
+        others = [end for n, pair in enumerate(pairs) for end in pair if (n, end) != (number, pair[1])]
+        child = context.Process(target=_child, args=(spec, model, pairs[number][1], others), daemon=True)
+        child.start()
+        children.append(child)
+    for _, theirs in pairs:
+        theirs.close()
+    try:
+        yield [ours for ours, _ in pairs]
+    finally:
+        for child in children:
+            child.join(10.0)
+            if child.is_alive():
+                child.kill()
+                child.join()
+
+
+def _child(spec: ReplicaSpec, model: DemoModel, end: socket.socket, others: list[socket.socket]) -> None:
+    for other in others:
+        other.close()
+
+    async def main() -> None:
+        channel = Channel(*await asyncio.open_connection(sock=end))
+        with model_thread() as executor:
+            await serve(spec, model, channel, NixlTransport, executor)
+
+    asyncio.run(main())
+
+
+@contextlib.asynccontextmanager
+async def _connect(sockets: list[socket.socket]) -> AsyncIterator[list[Channel]]:
+    channels = [Channel(*await asyncio.open_connection(sock=end)) for end in sockets]
+    try:
+        yield channels
+    finally:
+        for channel in channels:
+            channel.send(Stop())
+            await channel.close()
+
+
+@contextlib.asynccontextmanager
+async def _tasks(specs: list[ReplicaSpec], model: DemoModel) -> AsyncIterator[list[Channel]]:
+    """All replicas as tasks of this loop, over one loopback network."""
+    network = LoopbackNetwork()
+    channels = []
+
+    def transport(name: str) -> Transport:
+        return LoopbackTransport(network, name)
+
+    with model_thread() as executor:
+        async with asyncio.TaskGroup() as group:
+            for spec in specs:
+                ours, theirs = socket.socketpair()
+                channels.append(Channel(*await asyncio.open_connection(sock=ours)))
+                channel = Channel(*await asyncio.open_connection(sock=theirs))
+                group.create_task(serve(spec, model, channel, transport, executor))
+            try:
+                yield channels
+            finally:
+                for channel in channels:
+                    channel.send(Stop())
+        for channel in channels:
+            await channel.close()
+
+
+# --- the parent --------------------------------------------------------------------------------------------------------
+
+
+class _Station:
+    """One replica as the parent sees it: its channel, and who waits for which answer."""
+
+    def __init__(self, spec: ReplicaSpec, channel: Channel) -> None:
+        self.spec = spec
+        self._channel = channel
+        self._waiting: dict[tuple[type, int], asyncio.Future[Any]] = {}
+
+    async def ask(self, message: Any, answer: type, number: int) -> Any:  # noqa: ANN401 - the answer's type is an argument
+        """Send a message and await the answer of that type and request.
+
+        Raises:
+            RdmaKvError: the replica says that it failed, or is gone.
+        """
+        future = self._waiting[answer, number] = asyncio.get_running_loop().create_future()
+        if message is not None:
+            self._channel.send(message)
+        return await future
+
+    async def listen(self) -> None:
+        """Resolve answers until the replica ends."""
+        while (message := await self._channel.receive()) is not None:
+            number = getattr(message, "number", -1)
+            if isinstance(message, Failed):
+                self._fail(f"{self.name}: request {number}: {message.error}", number)
+                continue
+            future = self._waiting.pop((type(message), number), None)
+            if future is not None and not future.done():
+                future.set_result(message)
+        self._fail(f"{self.name}: the process has ended")
+
+    @property
+    def name(self) -> str:
+        return f"{self.spec.role.value}/{self.spec.replica}"
+
+    def _fail(self, text: str, number: int | None = None) -> None:
+        for key in [key for key in self._waiting if number is None or key[1] == number]:
+            future = self._waiting.pop(key)
+            if not future.done():
+                future.set_exception(RdmaKvError(text))
+
+
+async def _parent(
+    options: DemoOptions,
+    specs: list[ReplicaSpec],
+    model: DemoModel,
+    progress: Progress,
+    start: contextlib.AbstractAsyncContextManager[list[Channel]],
+) -> Verdict:
+    verdict = Verdict(options.requests)
+    async with start as channels:
+        stations = [_Station(spec, channel) for spec, channel in zip(specs, channels, strict=True)]
+        listeners = [asyncio.create_task(station.listen()) for station in stations]
+        try:
+            async with asyncio.timeout(options.timeout_s):
+                await _drive(options, stations, model, progress, verdict)
+        except TimeoutError:
+            verdict.failures.append(f"not finished within {options.timeout_s:.0f} s")
+        finally:
+            for listener in listeners:
+                listener.cancel()
+            await asyncio.gather(*listeners, return_exceptions=True)
+    return verdict
+
+
+async def _drive(
+    options: DemoOptions, stations: list[_Station], model: DemoModel, progress: Progress, verdict: Verdict
+) -> None:
+    progress("starting the agents", 0)
+    addresses = await asyncio.gather(*(station.ask(None, Started, -1) for station in stations))
+    _write_registry(options, stations, addresses)
+    for station in stations:
+        station._channel.send(Go())
+    by_place = {(station.spec.role, station.spec.replica): station for station in stations}
+    gate = asyncio.Semaphore(_AT_ONCE)
+    with model_thread() as executor:
+
+        async def one(request: Request) -> None:
+            async with gate:
+                try:
+                    await _request(request, by_place, model, executor, verdict)
+                except RdmaKvError as exc:
+                    verdict.failures.append(str(exc))
+                progress("moving KV", len(verdict.verified) + len(verdict.failures))
+
+        await asyncio.gather(*(one(request) for request in place(options)))
+    progress("looking at untouched pages", options.requests)
+    for station in stations:
+        inspected = await station.ask(Inspect(), Inspected, -1)
+        verdict.inspected += 1
+        verdict.touched += [f"{station.name}: {text}" for text in inspected.touched]
+
+
+async def _request(
+    request: Request,
+    stations: dict[tuple[Role, int], _Station],
+    model: DemoModel,
+    executor: Executor,
+    verdict: Verdict,
+) -> None:
+    """One request through prefill, transfer, decode and judgement."""
+    prefill, decode = stations[Role.PREFILL, request.prefill], stations[Role.DECODE, request.decode]
+    number, key = request.number, request.key
+    sent, arrived = await asyncio.gather(
+        prefill.ask(Prefill(number, key, request.prompt, request.decode), Sent, number),
+        decode.ask(Decode(number, key, len(request.prompt), request.prefill), Arrived, number),
+    )
+    verdict.sent[number], verdict.arrived[number] = sent, arrived
+    undivided = asyncio.get_running_loop().run_in_executor(
+        executor, partial(model.undivided, request.prompt, NEW_TOKENS)
+    )
+    verified = await decode.ask(Verify(number, sent.fingerprints, NEW_TOKENS), Verified, number)
+    verdict.expected[number] = await undivided
+    verdict.verified[number] = verified
+
+
+def _write_registry(options: DemoOptions, stations: list[_Station], addresses: list[Started]) -> None:
+    engines = []
+    for role, engine in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
+        agents = tuple(
+            AgentRecord(AgentId(CLUSTER, role.value, role, min(s.spec.ranks)), at.host, at.port, s.spec.ranks)
+            for s, at in zip(stations, addresses, strict=True)
+            if s.spec.role is role
+        )
+        engines.append(EngineRecord(role.value, role, engine.topology, TieBreak.REPLICA, agents))
+    path = stations[0].spec.registry
+    draft = path.with_suffix(".new")
+    draft.write_bytes(dump_registry(CLUSTER, engines))
+    draft.replace(path)

@@ -1,0 +1,150 @@
+"""What only the NumPy kernels can get wrong: pieces, windows over far-off memory, and the GIL."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from kernel_checks import CHECKS, IMPLEMENTATIONS, Launch
+from kernel_pools import Bytes
+from test_kernels import Check
+
+from rdma_kv.kernels import reference
+from rdma_kv.kernels.launch import Chunk
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_small_pieces(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every chunk is cut at rows and at planes."""
+    monkeypatch.setattr(reference, "_PIECE_BYTES", 200)
+    monkeypatch.setattr(reference, "_TEMPORARY_BYTES", 100)
+    monkeypatch.setattr(reference, "_PIECE_ROWS", 700)
+    check(IMPLEMENTATIONS[0])
+
+
+@pytest.mark.parametrize("long_row_bytes", [1, 100])
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_long_rows_from_small_on(check: Check, long_row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reference, "_LONG_ROW_BYTES", long_row_bytes)
+    check(IMPLEMENTATIONS[0])
+
+
+@pytest.fixture
+def sparse() -> Bytes:
+    """6 GiB of address space, of which only touched pages cost memory."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    return np.frombuffer(mmap.mmap(-1, 6 * GIB, flags=flags), np.uint8)
+
+
+@pytest.mark.parametrize("shift", [0, 1, 96])
+@pytest.mark.parametrize("row_bytes", [96, 66_000])
+@pytest.mark.parametrize("packed_at", [0, 3 * GIB])
+def test_offsets_beyond_31_and_32_bits(sparse: Bytes, packed_at: int, row_bytes: int, shift: int) -> None:
+    """Planes 2.5 GiB apart and tokens 3 GiB apart; the packed form before the pool, or in the midst of it."""
+    planes, offsets = [1 << 20, (1 << 20) + 5 * GIB // 2 + shift], [0, 96 * 1000, 3 * GIB, 2**31 - 32, 96]
+    starts = [plane + offset for plane in planes for offset in offsets]
+    assert max(starts) > 5 * GIB
+    rng = np.random.default_rng(3)
+    rows = rng.integers(1, 256, (len(starts), row_bytes), np.uint8)
+    if row_bytes > 96:
+        offsets[-1] = 8 << 20  # tokens must not overlap
+        starts = [plane + offset for plane in planes for offset in offsets]
+    chunk = Chunk(
+        sparse.ctypes.data + packed_at,
+        np.array([planes], np.int64) + sparse.ctypes.data,
+        np.zeros(len(offsets), np.int32),
+        np.array(offsets, np.int64),
+        1,
+        0,
+        row_bytes,
+    )
+    packed = sparse[packed_at : packed_at + rows.size].reshape(rows.shape)
+    for start, row in zip(starts, rows, strict=True):
+        sparse[start : start + row_bytes] = row
+    reference.gather([chunk])
+    np.testing.assert_array_equal(packed, rows)
+    packed[...] = rows[::-1]
+    reference.scatter([chunk])
+    for start, row in zip(starts, rows[::-1], strict=True):
+        np.testing.assert_array_equal(sparse[start : start + row_bytes], row)
+        assert sparse[start - 1] == 0 or start - row_bytes in starts
+
+
+def test_window_over_all_user_addresses() -> None:
+    """NumPy bounds items times item length; a window must fit whatever lies between two allocations."""
+    ends = np.array([[0], [2**47 - 4096 - 65_535]], np.int64)
+    part = reference._part(
+        64, 65_535, base=ends + 4096, pool=None, offset=np.zeros(1, np.int64), row_bytes=reference._LONG_ROW_BYTES - 1
+    )
+    window, index, _ = next(reference._pieces(part, 1, 1 << 20))
+    assert window.shape[0] == index.max() + 1
+
+
+class Clock:
+    """Stands in for the module `time`; each look at it takes `step_s`."""
+
+    def __init__(self, step_s: float) -> None:
+        self._now = 0.0
+        self._step_s = step_s
+        self.sleeps = 0
+
+    def monotonic(self) -> float:
+        self._now += self._step_s
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+        self.sleeps += 1
+
+
+def many_rows(rows: int, row_bytes: int, *, shift: int = 0) -> tuple[Chunk, Bytes]:
+    """A chunk of every other row of a pool; `shift` moves the last one. The bytes are to be kept."""
+    room = np.zeros(3 * (rows + 1) * row_bytes, np.uint8)
+    offset = np.arange(rows, dtype=np.int64) * 2 * row_bytes
+    offset[-1] += shift
+    paged = np.array([[room.ctypes.data]], np.int64)
+    packed = room.ctypes.data + 2 * (rows + 1) * row_bytes
+    return Chunk(packed, paged, np.zeros(rows, np.int32), offset, 1, 0, row_bytes), room
+
+
+@pytest.mark.parametrize("launch", [reference.gather, reference.scatter])
+@pytest.mark.parametrize(("step_s", "sleeps"), [(1e-6, 0), (50e-6, 5), (200e-6, 0)])
+def test_pauses_between_short_calls(
+    launch: Launch, step_s: float, sleeps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launch of less than a millisecond does not pause, nor one of long calls, which let others run themselves."""
+    clock = Clock(step_s)
+    monkeypatch.setattr(reference, "time", clock)
+    chunk, _room = many_rows(1, 64)
+    launch([chunk] * 110)
+    assert clock.sleeps == sleeps
+
+
+@pytest.mark.parametrize(
+    ("launch", "shift"), [(reference.gather, 0), (reference.gather, 1), (reference.scatter, 0), (reference.scatter, 1)]
+)
+def test_other_threads_run_during_a_call(launch: Launch, shift: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without help of the interpreter's switch interval, and with fewer rows than NumPy's threshold of 500."""
+    monkeypatch.setattr(reference, "_TURN_S", 1e9)
+    monkeypatch.setattr(reference, "_PIECE_BYTES", 1 << 30)
+    chunk, _room = many_rows(300, 32 << 10, shift=shift)
+    interval = sys.getswitchinterval()
+    worker = threading.Thread(target=launch, args=([replace(chunk)] * 12,))
+    turns = 0
+    sys.setswitchinterval(60)
+    try:
+        worker.start()
+        while worker.is_alive():
+            turns += 1
+            time.sleep(0)
+    finally:
+        worker.join()
+        sys.setswitchinterval(interval)
+    assert turns > 4

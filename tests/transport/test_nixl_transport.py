@@ -1,0 +1,504 @@
+"""The NIXL transport's own logic: posting and its failures with a scripted NIXL, then the thread and exits for real."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import sys
+import time
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transport_peer import thread_cpu_s
+from transport_rig import LIMIT_S, Memory, Rig, link, pair, write
+
+from rdma_kv.errors import ConfigError, FenceUnsupported, LocalProtocolError, RegistrationError, TransportError
+from rdma_kv.transport import nixl as nixl_module
+from rdma_kv.transport.base import NOT_POSTED, WritePair
+from rdma_kv.transport.nixl import NixlTransport
+from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd
+from rdma_kv.transport.nixl_owner import Nixl, Owner, load_nixl
+from rdma_kv.transport.nixl_writes import WriteQueue
+from rdma_kv.transport.regions import RegionTable, batches
+from rdma_kv.types import Descriptor, Region
+
+MIB = 1 << 20
+
+
+class nixlRemoteDisconnectError(Exception):  # noqa: N801 - NIXL's own name, from which the status is made
+    pass
+
+
+class nixlBackendError(Exception):  # noqa: N801
+    pass
+
+
+class FakeHandle:
+    def __init__(self, pieces, notification):
+        self.pieces = pieces
+        self.notification = notification
+        self.state = "made"
+        self.released = 0
+
+    def release(self):
+        self.released += 1
+
+
+class FakeAgent:
+    """NIXL's wrapper as the owner thread sees it. `failing` maps a method's name to the errors of its next calls."""
+
+    def __init__(self):
+        self.backends = {"UCX": 1}
+        self.failing: dict[str, list[Exception | None]] = {}
+        self.handles: list[FakeHandle] = []
+        self.registered = []
+        self.notifications = {}
+
+    def _fail(self, method):
+        errors = self.failing.get(method)
+        if errors and (error := errors.pop(0)) is not None:
+            raise error
+
+    def get_agent_metadata(self):
+        return b"blob"
+
+    def register_memory(self, entries, mem_type):
+        self._fail("register_memory")
+        assert mem_type == "DRAM"
+        self.registered += entries
+        return entries[0]
+
+    def deregister_memory(self, entry):
+        self.registered.remove(entry)
+
+    def add_remote_agent(self, blob):
+        self._fail("add_remote_agent")
+        return blob
+
+    def make_connection(self, name):
+        assert isinstance(name, str)
+
+    def get_xfer_descs(self, table, mem_type):
+        assert table.dtype == np.uint64
+        assert mem_type == "DRAM"
+        return table
+
+    def initialize_xfer(self, operation, local, remote, name, notification):
+        self._fail("initialize_xfer")
+        assert operation == "WRITE"
+        assert (local[:, 1] == remote[:, 1]).all()
+        return FakeHandle(list(zip(local[:, 0], remote[:, 0], local[:, 1], strict=True)), notification)
+
+    def transfer(self, handle):
+        handle.state = "PROC"
+        self.handles.append(handle)
+        self._fail("transfer")
+        return "PROC"
+
+    def check_xfer_state(self, handle):
+        if isinstance(handle.state, Exception):
+            raise handle.state
+        return handle.state
+
+    def get_new_notifs(self):
+        self._fail("get_new_notifs")
+        found, self.notifications = self.notifications, {}
+        return found
+
+    def finish(self, *places):
+        for place in places:
+            self.handles[place].state = "DONE"
+
+
+class FakeNixl(Nixl):
+    """Makes `FakeAgent`s."""
+
+    def __init__(self, prepare=lambda agent: None):
+        super().__init__(None, (nixlRemoteDisconnectError, nixlBackendError))
+        object.__setattr__(self, "made", [])
+        object.__setattr__(self, "prepare", prepare)
+
+    def make_agent(self, name):
+        agent = FakeAgent()
+        self.prepare(agent)
+        self.made.append(agent)
+        return agent
+
+
+class Outcome:
+    """Records how one operation was settled."""
+
+    def __init__(self):
+        self.results = []
+
+    def __call__(self, error):
+        self.results.append(error)
+
+    @property
+    def error(self):
+        assert len(self.results) == 1
+        return self.results[0]
+
+
+def queue_of(agent):
+    return WriteQueue(FakeNixl(), agent, "us>peer")
+
+
+def add(queue, length_bytes, notification=b"n", address=0x10000):
+    outcome = Outcome()
+    one = WritePair(Descriptor(address, length_bytes), Descriptor(2 * address, length_bytes))
+    queue.add(batches([one], 4 * MIB, 4096), "peer", notification, outcome)
+    return outcome
+
+
+def test_a_small_write_is_one_post_with_its_notification():
+    agent = FakeAgent()
+    queue = queue_of(agent)
+    outcome = add(queue, 100)
+    assert queue.turn()
+    assert [handle.notification for handle in agent.handles] == [b"n"]
+    assert not queue.turn()
+    assert outcome.results == []
+    agent.finish(0)
+    assert queue.turn()
+    assert outcome.error is None
+    assert agent.handles[0].released == 1
+    assert not len(queue)
+
+
+def test_a_big_write_keeps_the_window_and_notifies_with_the_last_post_after_all_others():
+    agent = FakeAgent()
+    queue = queue_of(agent)
+    outcome = add(queue, 26 * MIB)
+    for _ in range(10):
+        queue.turn()
+    assert [handle.pieces[0][2] for handle in agent.handles] == [4 * MIB] * 4
+    agent.finish(0, 2)
+    queue.turn()
+    queue.turn()
+    assert len(agent.handles) == 6
+    agent.finish(1, 3, 4)
+    queue.turn()
+    assert len(agent.handles) == 6
+    agent.finish(5)
+    queue.turn()
+    assert [handle.notification for handle in agent.handles] == [b""] * 6 + [b"n"]
+    assert agent.handles[6].pieces[0][2] == 2 * MIB
+    assert outcome.results == []
+    agent.finish(6)
+    queue.turn()
+    assert outcome.error is None
+    covered = sorted((int(local), int(size)) for handle in agent.handles for local, _, size in handle.pieces)
+    assert [local for local, _ in covered] == [0x10000 + 4 * MIB * n for n in range(7)]
+    assert all(handle.released == 1 for handle in agent.handles)
+
+
+def test_writes_take_turns_and_one_turn_posts_4_mib():
+    agent = FakeAgent()
+    queue = queue_of(agent)
+    add(queue, 9 * MIB, b"first", 1 << 30)
+    add(queue, 9 * MIB, b"second", 1 << 40)
+    queue.turn()
+    assert len(agent.handles) == 1
+    queue.turn()
+    assert [int(handle.pieces[0][0]) >= 1 << 40 for handle in agent.handles] == [False, True]
+
+
+def test_a_failed_completion_ends_its_write_only_and_keeps_the_handles():
+    agent = FakeAgent()
+    queue = queue_of(agent)
+    bad, good = add(queue, 9 * MIB, b"bad", 1 << 30), add(queue, 10, b"good", 1 << 40)
+    for _ in range(3):
+        queue.turn()
+    assert len(agent.handles) == 3
+    agent.handles[0].state = nixlRemoteDisconnectError("gone")
+    agent.finish(1)
+    queue.turn()
+    assert bad.error.status == "RemoteDisconnect"
+    assert isinstance(bad.error.__cause__, nixlRemoteDisconnectError)
+    assert good.error is None
+    assert [handle.released for handle in agent.handles] == [0, 1, 0]
+    queue.close()
+    assert [handle.released for handle in agent.handles] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("method", "errors", "not_posted"),
+    [
+        ("initialize_xfer", [nixlBackendError("no")], True),
+        ("initialize_xfer", [None, nixlBackendError("no")], False),
+        ("transfer", [nixlBackendError("no")], False),
+    ],
+)
+def test_a_post_that_fails_says_whether_anything_left(method, errors, not_posted):
+    agent = FakeAgent()
+    agent.failing[method] = list(errors)
+    queue = queue_of(agent)
+    outcome = add(queue, 9 * MIB)
+    for _ in range(3):
+        queue.turn()
+    assert type(outcome.error) is TransportError
+    assert (outcome.error.status == NOT_POSTED) == not_posted
+    assert all(handle.released == 0 for handle in agent.handles)
+    assert not len(queue)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def link_of(nixl, regions=(), clock=None):
+    heard = []
+    scratch = np.zeros(2, dtype=np.uint8)
+    made = NixlLink(
+        nixl, "us>peer#0", RegionTable(regions), scratch=scratch, deliver=heard.extend, clock=clock or Clock()
+    )
+    return made, heard
+
+
+def remote(name="peer"):
+    return RemoteEnd(name, name.encode(), 99, RegionTable([(1 << 30, 1 << 20)]))
+
+
+def test_a_first_connect_that_is_disconnected_is_tried_again_later():
+    clock = Clock()
+    errors = [nixlRemoteDisconnectError("closing")] * 3
+    nixl = FakeNixl(lambda agent: agent.failing.update(add_remote_agent=list(errors)))
+    made, _ = link_of(nixl, clock=clock)
+    outcome = Outcome()
+    made.connect(remote(), outcome)
+    for delay_s in (0.05, 0.1, 0.2):
+        assert made.active
+        clock.now_s += delay_s * 0.9
+        made.turn()
+        assert outcome.results == []
+        clock.now_s += delay_s * 0.11
+        made.turn()
+    assert outcome.error is None
+
+
+@pytest.mark.parametrize(("error", "tries"), [(nixlRemoteDisconnectError("x"), 6), (nixlBackendError("x"), 1)])
+def test_a_connect_that_cannot_work_ends_with_an_error(error, tries):
+    clock = Clock()
+    nixl = FakeNixl(lambda agent: agent.failing.update(add_remote_agent=[error] * 100))
+    made, _ = link_of(nixl, clock=clock)
+    outcome = Outcome()
+    made.connect(remote(), outcome)
+    while not outcome.results:
+        clock.now_s += 10
+        made.turn()
+    assert isinstance(outcome.error, TransportError)
+    assert len(nixl.made[0].failing["add_remote_agent"]) == 100 - tries
+    write_outcome = Outcome()
+    made.write((), b"n", write_outcome)
+    assert write_outcome.error.status == NOT_POSTED
+
+
+def test_an_agent_registers_what_is_known_and_what_comes():
+    nixl = FakeNixl()
+    made, _ = link_of(nixl, regions=[(4096, 8)])
+    made.register(Region(8192, 8))
+    assert nixl.made == []
+    assert not made.active
+    made.metadata()
+    made.register(Region(12288, 8))
+    (agent,) = nixl.made
+    assert [entry[:2] for entry in agent.registered][1:] == [(4096, 8), (12288, 8)]
+    made.deregister(Region(4096, 8))
+    assert [entry[:2] for entry in agent.registered][1:] == [(12288, 8)]
+
+
+def test_memory_that_nixl_refuses_is_an_error_and_a_later_try_makes_a_new_agent():
+    refusals = [[None, nixlBackendError("no")], []]
+    nixl = FakeNixl(lambda agent: agent.failing.update(register_memory=refusals.pop(0)))
+    made, _ = link_of(nixl, regions=[(4096, 8)])
+    with pytest.raises(RegistrationError):
+        made.metadata()
+    made.metadata()
+    assert len(nixl.made) == 2
+
+
+def test_closing_settles_everything_and_lets_go_of_the_agent_even_while_its_error_lives():
+    nixl = FakeNixl()
+    made, _ = link_of(nixl, regions=[(4096, 1 << 20)])
+    connected, failed, pending = Outcome(), Outcome(), Outcome()
+    made.connect(remote(), connected)
+    assert connected.error is None
+    one = WritePair(Descriptor(4096, 8), Descriptor(1 << 30, 8))
+    made.write((one,), b"n", failed)
+    made.write((one,), b"n", pending)
+    made.turn()
+    agent = nixl.made.pop()
+    agent.handles[0].state = nixlRemoteDisconnectError("gone")
+    made.turn()
+    alive = weakref.ref(agent)
+    del agent
+    made.close()
+    assert failed.error.status == "RemoteDisconnect"
+    assert pending.error.status == "closed"
+    gc.collect()
+    assert alive() is None
+    assert not made.active
+    late = Outcome()
+    made.connect(remote(), late)
+    assert late.error.status == "closed"
+    with pytest.raises(TransportError):
+        made.metadata()
+
+
+def test_a_link_that_cannot_be_polled_ends_its_writes():
+    nixl = FakeNixl()
+    made, _ = link_of(nixl)
+    made.connect(remote(), Outcome())
+    outcome = Outcome()
+    made.write((), b"n", outcome)
+    nixl.made[0].failing["get_new_notifs"] = [nixlBackendError("broken")]
+    made.turn()
+    assert outcome.error.status == "Backend"
+
+
+async def test_one_endpoint_that_refuses_memory_leaves_it_registered_nowhere(monkeypatch):
+    nixl = FakeNixl()
+    monkeypatch.setattr(nixl_module, "load_nixl", lambda: nixl)
+    transport = NixlTransport("us@1")
+    await transport.start()
+    memory = Memory(64)
+    for peer in ("one@1", "two@1"):
+        await transport.endpoint(peer).metadata()
+    nixl.made[1].failing["register_memory"] = [nixlBackendError("no")]
+    with pytest.raises(RegistrationError):
+        await transport.register(memory.address, 64)
+    assert [len(agent.registered) for agent in nixl.made] == [1, 1]
+    await transport.register(memory.address, 64)
+    assert [len(agent.registered) for agent in nixl.made] == [2, 2]
+    await transport.close()
+
+
+async def test_without_nixl_the_error_names_the_extra(monkeypatch):
+    for name in ("nixl_cu12", "nixl_cu13"):
+        monkeypatch.setitem(sys.modules, name, None)
+    transport = NixlTransport("us@1")
+    with pytest.raises(ConfigError, match=r"rdma-kv\[nixl\]"):
+        await transport.start()
+    with pytest.raises(LocalProtocolError):
+        transport.endpoint("peer@1")
+    await transport.close()
+
+
+def test_loading_nixl_leaves_the_process_logging_as_it_was():
+    import logging
+
+    logging.raiseExceptions = True
+    load_nixl()
+    assert logging.raiseExceptions
+
+
+class Broken:
+    """A link with a bug."""
+
+    active = True
+    error = None
+
+    def turn(self):
+        raise ValueError("bug")
+
+    def abandon(self, error):
+        self.error = error
+        self.active = False
+
+    def close(self):
+        pass
+
+
+async def test_a_bug_in_one_link_ends_that_link_and_not_the_thread(caplog):
+    owner = Owner("owner", asyncio.get_running_loop())
+    owner.start()
+    broken = Broken()
+    owner.post(lambda: owner.add(broken))
+    async with asyncio.timeout(LIMIT_S):
+        while broken.error is None:
+            await owner.call(lambda: None)
+    assert broken.error.status == "bug"
+    with pytest.raises(ZeroDivisionError):
+        await owner.call(lambda: 1 // 0)
+    assert await owner.call(lambda: 42) == 42
+    await owner.stop()
+    assert not owner.thread.is_alive()
+    assert "failed" in caplog.text
+
+
+async def test_fences_are_refused_with_advice():
+    async with Rig("nixl") as rig:
+        endpoint = (await rig.transport("left@1")).endpoint("right@1")
+        for fence in (endpoint.fence_source, endpoint.fence_target):
+            with pytest.raises(FenceUnsupported, match="exits"):
+                await fence()
+
+
+async def test_two_connected_idle_endpoints_cost_nothing():
+    async with Rig("nixl") as rig:
+        left, right = await rig.transport("left@1"), await rig.transport("right@1")
+        source, destination = await Memory(4096, 1).register(left), await Memory(4096).register(right)
+        a, b = await link(left, right)
+        b.endpoint.listen()
+        await write(a, [pair(source, destination)], b"busy once")
+        await b.wait_for(1)
+        b.endpoint.unlisten()
+        threads = [left.owner_thread, right.owner_thread]
+        last, began = [thread_cpu_s(thread) for thread in threads], time.monotonic()
+        while True:  # the short linger after the WRITE ends first
+            assert time.monotonic() - began < LIMIT_S
+            await asyncio.sleep(0.5)
+            used = [thread_cpu_s(thread) - before for thread, before in zip(threads, last, strict=True)]
+            if max(used) < 0.005:
+                break
+            last = [thread_cpu_s(thread) for thread in threads]
+        b.endpoint.listen()
+        await write(a, [pair(source, destination)], b"and awake at once")
+        await b.wait_for(2)
+
+
+PROGRAM = """
+import asyncio, os, sys
+from rdma_kv.transport.nixl import NixlTransport, prepare_ucx_environment
+
+prepare_ucx_environment(os.environ)
+
+async def main(close):
+    left, right = NixlTransport("left@1"), NixlTransport("right@1")
+    await left.start()
+    await right.start()
+    here, there = left.endpoint("right@1"), right.endpoint("left@1")
+    await here.connect(await there.metadata())
+    there.listen()
+    await here.notify(b"x")
+    if close:
+        await left.close()
+        await right.close()
+
+asyncio.run(main(sys.argv[1] == "close"))
+print("the end")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("closing", ["close", "forget"])
+async def test_a_program_that_used_nixl_exits_with_its_own_status_and_output(closing, status):
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
+    environ["PYTHONPATH"] = str(Path(__file__).parents[2])
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-W", "error", "-c", PROGRAM, closing, str(status)),
+        env=environ,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(LIMIT_S):
+        output, errors = await process.communicate()
+    assert (output, errors, process.returncode) == (b"the end\n", b"", status)
