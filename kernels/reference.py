@@ -271,7 +271,7 @@ def _grid(part: _Part, piece_bytes: int) -> Iterator[tuple[slice, slice]]:
     limit = max(1, min(_PIECE_ROWS, piece_bytes // part.row_bytes))
     cuts = -(-part.rows // limit)
     rows = -(-part.rows // cuts)
-    planes = max(1, limit // rows) if cuts == 1 else 1
+    planes = limit // rows  # 1 where a plane is cut
     for plane in range(0, part.planes, planes):
         for row in range(0, part.rows, rows):
             yield slice(plane, plane + planes), slice(row, row + rows)

@@ -133,10 +133,17 @@ def _case(entry: object) -> Case:
 
 _CASE_FIELDS = frozenset(Case.__struct_fields__) - {"name", "moves"}
 _KNOWN_FIELDS = {"": Case.__struct_fields__, "model": CaseModel.__struct_fields__}
+_PLAIN_WORDS = {
+    "Expected int": "give a whole number",
+    "Expected bool": "give true or false",
+    "Expected str": "give a text",
+    "Expected array": "give an array",
+    "Expected object": "give an object",
+}
 
 
 def _named(text: str) -> ConfigError:
-    """msgspec's complaint as a ConfigError: the path becomes the field."""
+    """msgspec's complaint as a ConfigError: the path becomes the field, the rest says what to do."""
     problem, _, path = text.partition(" - at `$")
     parent = path.rstrip("`").lstrip(".")
     problem = problem.replace("`", "")
@@ -145,9 +152,11 @@ def _named(text: str) -> ConfigError:
     if match := re.fullmatch(r"Object contains unknown field (.*)", problem, re.DOTALL):
         known = _KNOWN_FIELDS.get(parent, CaseSide.__struct_fields__)
         near = get_close_matches(match[1], known, n=1)
-        hint = f"did you mean {near[0]}?" if near else "remove it;"
+        hint = f"did you mean {near[0]}?" if near else "take it out."
         return ConfigError(_join(parent, match[1]), f"unknown field; {hint} Known: {', '.join(known)}")
-    return ConfigError(parent or "case", problem[:1].lower() + problem[1:])
+    for theirs, ours in _PLAIN_WORDS.items():
+        problem = problem.replace(theirs, ours)
+    return ConfigError(parent or "case", problem)
 
 
 def _join(parent: str, field: str) -> str:

@@ -290,9 +290,9 @@ def _describe_senders(question: Question, moves: Iterable[Move]) -> str:
     ranks = sorted(rank for replica in question.prefill_dp for rank in question.prefill.replica_ranks(replica))
     idle = [rank for rank in ranks if rank not in load]
     least, most = min(load.values()), max(load.values())
-    each = f"{most}" if least == most else f"{least} to {most}"
+    each = f"{most} move{'s' if most > 1 else ''}" if least == most else f"{least} to {most} moves"
     tail = f"; idle: {_spans(idle)}" if idle else ""
-    return f"{len(load)} of {len(ranks)} prefill ranks send, {each} moves each: {_spans(sorted(load))}{tail}"
+    return f"{len(load)} of {len(ranks)} prefill ranks send, {each} each: {_spans(sorted(load))}{tail}"
 
 
 def _spans(ranks: Sequence[int]) -> str:

@@ -311,10 +311,13 @@ class _Station:
         Raises:
             RdmaKvError: the replica says that it failed, or is gone.
         """
-        future = self._waiting[answer, number] = asyncio.get_running_loop().create_future()
+        future = self._future(answer, number)
         if message is not None:
             self._channel.send(message)
-        return await future
+        try:
+            return await future
+        finally:
+            self._waiting.pop((answer, number), None)
 
     async def listen(self) -> None:
         """Resolve answers until the replica ends."""
@@ -323,8 +326,8 @@ class _Station:
             if isinstance(message, Failed):
                 self._fail(f"{self.name}: request {number}: {message.error}", number)
                 continue
-            future = self._waiting.pop((type(message), number), None)
-            if future is not None and not future.done():
+            future = self._future(type(message), number)
+            if not future.done():
                 future.set_result(message)
         self._fail(f"{self.name}: the process has ended")
 
@@ -332,10 +335,16 @@ class _Station:
     def name(self) -> str:
         return f"{self.spec.role.value}/{self.spec.replica}"
 
+    def _future(self, answer: type, number: int) -> asyncio.Future[Any]:
+        """Of one answer, which may come before it is asked for."""
+        key = answer, number
+        if key not in self._waiting:
+            self._waiting[key] = asyncio.get_running_loop().create_future()
+        return self._waiting[key]
+
     def _fail(self, text: str, number: int | None = None) -> None:
-        for key in [key for key in self._waiting if number is None or key[1] == number]:
-            future = self._waiting.pop(key)
-            if not future.done():
+        for (_, waiting_for), future in self._waiting.items():
+            if number in {None, waiting_for} and not future.done():
                 future.set_exception(RdmaKvError(text))
 
 

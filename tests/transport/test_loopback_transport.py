@@ -52,6 +52,22 @@ async def test_completion_and_notification_come_when_time_says_so_and_the_data_b
         await slow
 
 
+async def test_a_late_notification_waits_for_a_listener_too():
+    time = SteppedTime()
+    network = LoopbackNetwork(faults=lambda posting: Fault(notification_delay_s=1.0), sleep=time.sleep)
+    async with Rig("loopback", network) as rig:
+        a, b, source, destination = await linked(rig)
+        await write(a, [pair(source, destination)], b"late")
+        await until(lambda: time.waiting == 1)
+        b.endpoint.unlisten()
+        time.advance(1.0)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert b.received == []
+        b.endpoint.listen()
+        assert await b.wait_for(1) == [b"late"]
+
+
 async def reordered(seed: int) -> list[bytes]:
     """The order in which 20 notifications arrive under random delays."""
     time = SteppedTime()

@@ -75,7 +75,8 @@ def scenarios(draw: st.DrawFn) -> Scenario:
     decode = draw(topologies(layers, decode_tp))
     parts = draw(components(layers, kv_heads, mla))
     total = draw(st.integers(1, 24))
-    start = draw(st.integers(0, total))
+    start = draw(st.integers(0, total - 1))
+    end = draw(st.sampled_from([start, *range(start + 1, total + 1)]))
     unit = max(part.token_layer_bytes for part in parts)
     return Scenario(
         model=ModelSpec(parts),
@@ -86,7 +87,7 @@ def scenarios(draw: st.DrawFn) -> Scenario:
         src_pools=tuple(draw(pool_kinds(part)) for part in parts),
         dst_pools=tuple(draw(pool_kinds(part)) for part in parts),
         total_tokens=total,
-        within=Interval(start, draw(st.integers(start, total))),
+        within=Interval(start, end),
         chunk_bytes=unit * draw(st.sampled_from([1, 2, 3, 7, 50, 10_000])),
         tie_break=draw(st.sampled_from(TieBreak)),
         key=draw(st.text(max_size=3)),

@@ -52,7 +52,7 @@ def engine(layers: int = 2, **sizes: int) -> Topology:
 # --- the whole plan ----------------------------------------------------------------------------------------------------
 
 
-@settings(seeded, max_examples=250)
+@settings(seeded, max_examples=500)
 @given(scenarios())
 def test_each_byte_is_written_once_and_right(scenario: Scenario):
     check(scenario)
@@ -350,7 +350,7 @@ def test_the_key_spreads_requests_to_one_small_replica():
 
 def rebuilt(scenario: Scenario) -> Route:
     """The same facts in objects of their own, as the other end has them."""
-    model = ModelSpec(tuple(replace(part, layers=tuple(list(part.layers))) for part in scenario.model.components))
+    model = ModelSpec(tuple(replace(part, layers=tuple(part.layers)) for part in scenario.model.components))
     sides = (
         replace(side, cp_split=ContextSplit(side.cp_split.interleave)) for side in (scenario.prefill, scenario.decode)
     )
