@@ -59,7 +59,7 @@ def gather(chunks: Sequence[Chunk]) -> None:
                 turns.next()
         else:
             unit = part.unit()
-            for window, index, rows in _pieces(part, unit, _TEMPORARY_BYTES if unit == 1 else _PIECE_BYTES):
+            for window, index, rows in _pieces(part, unit, direct=unit > 1):
                 if window.flags.c_contiguous and rows.flags.c_contiguous:
                     window.take(index, 0, rows, "clip")  # mode "raise" would buffer `rows`
                 else:
@@ -85,7 +85,7 @@ def scatter(chunks: Sequence[Chunk]) -> None:
                 paged[...] = packed
                 turns.next()
         else:
-            for window, index, rows in _pieces(part, 1, _PIECE_BYTES):
+            for window, index, rows in _pieces(part, 1, direct=True):
                 window[index] = np.ascontiguousarray(rows)
                 turns.next()
 
@@ -243,10 +243,11 @@ def _long_rows(part: _Part) -> Iterator[tuple[Bytes, Bytes]]:
             at += length
 
 
-def _pieces(part: _Part, unit: int, piece_bytes: int) -> Iterator[tuple[Rows, Int64Array, Rows]]:
+def _pieces(part: _Part, unit: int, *, direct: bool) -> Iterator[tuple[Rows, Int64Array, Rows]]:
     """What single NumPy calls copy: `window[index]` is the paged form of `rows`, both `[planes, rows]` of a piece.
 
-    The window has an item at every `unit` bytes; a piece has some `piece_bytes`, and one row at least.
+    The window has an item at every `unit` bytes. Pieces are smaller where they go through a temporary: unless the caller
+    copies `direct`, and where `rows` is of several planes with gaps in between.
     """
     length = part.row_bytes
     row = np.dtype((np.void, length))
@@ -255,6 +256,7 @@ def _pieces(part: _Part, unit: int, piece_bytes: int) -> Iterator[tuple[Rows, In
     shape, strides = (part.planes, part.rows), (part.plane_stride, length)
     packed: Rows = np.ndarray(shape, row, _view(part.packed_address, part.packed_span), strides=strides)
     base, offset = (part.base, part.offset) if unit == 1 else (part.base // unit, part.offset // unit)
+    piece_bytes = _PIECE_BYTES if direct and part.plane_stride == part.rows * length else _TEMPORARY_BYTES
     for planes, rows in _grid(part, piece_bytes):
         piece_base = base[planes] if part.pool is None else base[planes].take(part.pool[rows], 1)
         yield window, _spread(piece_base, offset[rows]), packed[planes, rows]

@@ -16,14 +16,14 @@ class Timeouts:
         quiesce: how long posted WRITEs and grants may take to settle after a failure.
         connect: one handshake with a peer.
         retry: longest pause between two attempts to reach a peer.
-        unmatched: how long an OFFER or EXPECT waits for its counterpart in this agent.
+        unmatched: longest that an OFFER or EXPECT waits here for its call, whatever its sender would wait.
     """
 
     transfer: float = 60.0
     quiesce: float = 10.0
     connect: float = 10.0
     retry: float = 1.0
-    unmatched: float = 60.0
+    unmatched: float = 600.0
 
     def __post_init__(self) -> None:
         for name in ("transfer", "quiesce", "connect", "retry", "unmatched"):

@@ -102,7 +102,7 @@ class Regions(Message, frozen=True, tag="regions"):
 
 
 class Expect(Message, frozen=True, tag="expect"):
-    """Decode to every agent of a prefill replica: I wait for `key`."""
+    """Decode to every agent of a prefill replica: I wait for `key`, for so long."""
 
     key: Key
     attempt: Index
@@ -110,6 +110,7 @@ class Expect(Message, frozen=True, tag="expect"):
     decode_replica: Index
     digest: Digest
     tokens: Spans
+    timeout_ms: Count
 
 
 class Offer(Message, frozen=True, tag="offer"):
@@ -119,6 +120,7 @@ class Offer(Message, frozen=True, tag="offer"):
         transfer: this link's sequence number of the transfer; with the sender's incarnation its id.
         available: token range per component that will be pushed.
         want: boxes that are ready so far, all in all; the target grants slots up to that number.
+        timeout_ms: how long the sender waits for the first answer.
     """
 
     transfer: Sequence
@@ -129,6 +131,7 @@ class Offer(Message, frozen=True, tag="offer"):
     digest: Digest
     available: Spans
     want: Count
+    timeout_ms: Count
 
 
 class Grant(Message, frozen=True, tag="grant"):
@@ -140,11 +143,14 @@ class Grant(Message, frozen=True, tag="grant"):
 
 
 class Reject(Message, frozen=True, tag="reject"):
-    """Decode to prefill: this OFFER is refused, nothing was granted."""
+    """This OFFER (decode to prefill) or, with `transfer` 0, this EXPECT (prefill to decode) is refused."""
 
-    transfer: Sequence
+    transfer: Index
     code: ErrorCode
     message: Text
+    key: Text = ""
+    prefill_replica: Index = 0
+    decode_replica: Index = 0
 
 
 class Release(Message, frozen=True, tag="release"):

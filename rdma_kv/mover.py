@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from rdma_kv.config import Limits, StagingConfig, Timeouts
+from rdma_kv.config import StagingConfig, Timeouts
 from rdma_kv.errors import (
     ClosedError,
     LocalProtocolError,
@@ -66,6 +66,22 @@ _RETAINED: list[HostMemory] = []
 """Staging whose agent has closed while a transport may still have touched it: kept until the process exits."""
 
 
+class Matchmaker(Protocol):
+    """Who takes the first messages that no open transfer waits for; see `rdma_kv.rendezvous`."""
+
+    def on_expect(self, peer: Peer, message: Expect) -> None: ...
+
+    def on_offer(self, peer: Peer, message: Offer) -> None: ...
+
+    def on_offer_withdrawn(self, peer: Peer, number: int) -> None: ...
+
+    def on_offer_repeated(self, peer: Peer, message: Offer) -> bool: ...
+
+    def take_offer(self, peer: Peer, key: str, prefill_replica: int, decode_replica: int) -> Offer | None: ...
+
+    def on_lost(self, peer: Peer) -> None: ...
+
+
 class SlotWorker(Protocol):
     """What the mover needs of a packer."""
 
@@ -107,7 +123,7 @@ class Mover:
     """Transfers of one agent over all its links.
 
     Args:
-        has_moves: whether an EXPECT of a peer finds any move between it and us; the agent knows the routes.
+        matchmaker: takes EXPECTs, and OFFERs that nobody has opened a transfer for.
         role: a mover sends (prefill) or receives (decode), so one pool serves it without circles.
     """
 
@@ -116,19 +132,17 @@ class Mover:
         role: Role,
         transport: Transport,
         packer: SlotWorker,
-        has_moves: Callable[[Peer, Expect], bool],
+        matchmaker: Matchmaker,
         *,
         staging: StagingConfig,
         timeouts: Timeouts,
-        limits: Limits,
     ) -> None:
         self._role = role
         self._transport = transport
         self._packer = packer
-        self._has_moves = has_moves
+        self._matchmaker = matchmaker
         self._staging = staging
         self._timeouts = timeouts
-        self._limits = limits
         self._pool = SlotPool(staging.slots)
         self._memory = HostMemory(staging.slots * staging.slot_bytes)
         self._region: Region | None = None
@@ -220,7 +234,7 @@ class Mover:
             self._perform(entry, machine.link_lost(peer.lost, self._now()))
             return entry
         self._arm(entry)
-        offer = peer.offers.pop(key, None)
+        offer = self._matchmaker.take_offer(peer, *key)
         if offer is not None:
             self._match(entry, offer)
         return entry
@@ -257,7 +271,7 @@ class Mover:
         for entry in [*self._entries.values(), *self._expecting.values()]:
             if entry.peer is peer:
                 self._perform(entry, entry.machine.link_lost(error, self._now()))
-        peer.offers.clear()
+        self._matchmaker.on_lost(peer)
         for task in (peer.writable, peer.exported):
             if task is not None:
                 task.cancel()
@@ -278,7 +292,8 @@ class Mover:
             case Regions():
                 self._on_regions(peer, message)
             case Expect():
-                self._on_expect(peer, message)
+                self.counters["expects"] += 1
+                self._matchmaker.on_expect(peer, message)
             case Grant() | Reject() | Ack() | Done() | Abort():
                 entry = self._entries.get((peer.name, message.transfer))
                 if entry is None:
@@ -304,6 +319,12 @@ class Mover:
                 self._on_offer(peer, message)
             case Done():
                 return  # this agent of the prefill replica has nothing for us
+            case Reject():
+                expecting = self._expecting.get(
+                    (peer.name, message.key, message.prefill_replica, message.decode_replica)
+                )
+                if expecting is not None and isinstance(expecting.machine, IncomingTransfer):
+                    self._perform(expecting, expecting.machine.refused(message, now))
             case Release() | Start() | Finish() | Quiesced() | Abort():
                 entry = self._entries.get((peer.name, message.transfer))
                 if entry is None:
@@ -327,21 +348,14 @@ class Mover:
     def _withdraw(self, peer: Peer, message: Release | Start | Finish | Quiesced | Abort) -> None:
         """A message for a transfer that is not live here: an OFFER that still waits, or one that has ended."""
         self._check_number(peer, message.transfer, peer.high_water)
-        for key, offer in list(peer.offers.items()):
-            if offer.transfer == message.transfer and isinstance(message, Abort):
-                del peer.offers[key]
+        if isinstance(message, Abort):
+            self._matchmaker.on_offer_withdrawn(peer, message.transfer)
 
     def _check_number(self, peer: Peer, number: int, highest: int) -> None:
         """Late messages for an ended transfer are normal; numbers that were never used are not."""
         if number > highest:
             raise RemoteProtocolError(str(peer.id), f"transfer {number} was never offered")
         self.counters["late_messages"] += 1
-
-    def _on_expect(self, peer: Peer, message: Expect) -> None:
-        """Decode waits for a key. Our send offers it by itself; where no moves lie between us, say so at once."""
-        self.counters["expects"] += 1
-        if not self._has_moves(peer, message):
-            peer.send(Done(0, message.key, message.prefill_replica, message.decode_replica))
 
     def _on_offer(self, peer: Peer, message: Offer) -> None:
         entry = self._entries.get((peer.name, message.transfer))
@@ -350,34 +364,16 @@ class Mover:
             assert isinstance(machine, IncomingTransfer)
             self._perform(entry, machine.offered(message, self._now()))
             return
-        key = (message.key, message.prefill_replica, message.decode_replica)
-        waiting = peer.offers.get(key)
         if message.transfer <= peer.high_water:
-            if waiting is not None and waiting.transfer == message.transfer:
-                peer.offers[key] = message  # a repetition with more boxes
-            else:
+            if not self._matchmaker.on_offer_repeated(peer, message):
                 self.counters["replays"] += 1
             return
         peer.high_water = message.transfer
-        expecting = self._expecting.get((peer.name, *key))
-        if expecting is not None:
+        key = (peer.name, message.key, message.prefill_replica, message.decode_replica)
+        if (expecting := self._expecting.get(key)) is not None:
             self._match(expecting, message)
-        elif len(peer.offers) >= self._limits.unmatched_per_peer or waiting is not None:
-            error = LocalProtocolError(
-                "too many unmatched OFFERs" if waiting is None else "this key is offered already"
-            )
-            peer.send(Reject(message.transfer, error.code, str(error)))
         else:
-            peer.offers[key] = message
-            loop = asyncio.get_running_loop()
-            loop.call_later(self._timeouts.unmatched, self._expire_offer, peer, key, message.transfer)
-
-    def _expire_offer(self, peer: Peer, key: tuple[str, int, int], number: int) -> None:
-        offer = peer.offers.get(key)
-        if offer is not None and offer.transfer == number:
-            del peer.offers[key]
-            error = LocalProtocolError("nobody here has asked for this key in time")
-            peer.send(Reject(number, error.code, str(error)))
+            self._matchmaker.on_offer(peer, message)
 
     def _match(self, entry: Entry, offer: Offer) -> None:
         machine, peer = entry.machine, entry.peer

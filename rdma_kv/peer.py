@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rdma_kv.config import Limits, Timeouts
@@ -22,7 +22,7 @@ from rdma_kv.errors import (
     RdmaKvError,
     RemoteProtocolError,
 )
-from rdma_kv.messages import Bye, ControlMessage, Offer, Regions
+from rdma_kv.messages import Bye, ControlMessage, Regions
 from rdma_kv.protocol.link import DOUBLE_DIAL, Identity, Link, LinkState, bye, keeps_dialed
 from rdma_kv.registry.static import AgentRecord, EngineRecord
 from rdma_kv.transport.base import Endpoint
@@ -75,7 +75,6 @@ class Peer:
         endpoint: the data link; None until a transfer needs it.
         regions: where its staging lies; None until it told us.
         writable: resolved when the data link can be written to.
-        offers: OFFERs that wait for a receive, by (key, prefill replica, decode replica).
         next_number: our number for the next transfer to it.
         high_water: the highest transfer number that it has used.
     """
@@ -86,7 +85,6 @@ class Peer:
     regions: Regions | None = None
     writable: asyncio.Task[None] | None = None
     exported: asyncio.Task[None] | None = None
-    offers: dict[tuple[str, int, int], Offer] = field(default_factory=dict)
     next_number: int = 1
     high_water: int = 0
     lost: RdmaKvError | None = None

@@ -534,5 +534,8 @@ def byte_runs(layout: KvLayout, pages: Int64Array, local: Interval, heads: Inter
 
 def _merge(offsets: Int64Array, lengths: Int64Array) -> Runs:
     """Join runs where one ends and the next begins."""
-    starts = np.flatnonzero(np.concatenate([[True], offsets[1:] != offsets[:-1] + lengths[:-1]]))
+    begins = offsets[1:] != offsets[:-1] + lengths[:-1]
+    if begins.all():
+        return Runs(offsets, lengths)
+    starts = np.concatenate([[0], np.flatnonzero(begins) + 1])
     return Runs(offsets[starts], np.add.reduceat(lengths, starts))

@@ -10,6 +10,8 @@ import msgspec
 if TYPE_CHECKING:
     from rich.console import Console
 
+MIN_WIDTH = 80  # columns; a narrower terminal wraps lines, which loses less than leaving cells out
+
 
 def print_json(value: object) -> None:
     """`value` as JSON on one line of standard output; the last thing that a command prints there."""
@@ -32,4 +34,6 @@ def console() -> Console:
     """Standard output for people. Square brackets are intervals here, not mark-up."""
     from rich.console import Console
 
-    return Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    out = Console(file=sys.stdout, markup=False, emoji=False, highlight=False)
+    out.width = max(out.width, MIN_WIDTH)
+    return out

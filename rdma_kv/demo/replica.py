@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rdma_kv.agent import Agent, AgentConfig
+from rdma_kv.agent import Agent
 from rdma_kv.config import StagingConfig, Timeouts
 from rdma_kv.demo.model import DemoModel, KvArray
 from rdma_kv.demo.pools import PageAllocator, RankPool, assemble, cut, pages_for
@@ -37,6 +37,7 @@ from rdma_kv.demo.wire import (
 )
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.registry.static import StaticRegistry
+from rdma_kv.session import AgentConfig
 from rdma_kv.topology import Topology
 from rdma_kv.transport.base import Transport
 from rdma_kv.types import Interval, ReplicaId, Role

@@ -1,16 +1,16 @@
 """The decode side of one transfer on one link, as a machine without waiting.
 
-Theory of operation. It begins when the caller wants a key (`EXPECTING`); the OFFER gives it a number and tells
-which tokens can be had. The token range per component is what the caller wants, cut to what is available, by
-position. The shell then grants slots as the pool has them, fairly over all transfers. Each notification names a
-granted slot under its live epoch and a box of a move that this link carries; the boxes of each move must tile its
-layers x tokens exactly. A box is scattered, its slot released, ACK sent. When FINISH has come and all its boxes are in the pages, DONE goes out: the only
-success. FINISH can overtake the last notifications (they travel on the data plane), so grants are not taken back before
-the count of boxes is reached.
+Theory of operation. It begins when the caller wants a key (`EXPECTING`); the OFFER gives it a number and tells which
+tokens can be had. The token range per component is what the caller wants, cut to what is available, by position. The
+shell then grants slots as the pool has them, fairly over all transfers. Each notification names a granted slot under
+its live epoch and a box of a move that this link carries; the boxes of each move must tile its layers x tokens exactly.
+A box is scattered, its slot released, ACK sent. When FINISH has come and all its boxes are in the pages, DONE goes out:
+the only success. FINISH can overtake the last notifications (they travel on the data plane), so grants are not taken
+back before the count of boxes is reached.
 
 After a failure the caller gets its error as soon as no scatter runs any more: nothing touches its pages then. Granted
-slots stay held until the notification of their epoch, QUIESCED or RELEASE proves that no WRITE can land in them; where no proof
-comes they are kept, also after the end.
+slots stay held until the notification of their epoch, QUIESCED or RELEASE proves that no WRITE can land in them; where
+no proof comes they are kept, also after the end.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from enum import Enum, auto
 from typing import Any
 
 from rdma_kv.errors import (
+    ErrorCode,
     RangeUnavailableError,
     RdmaKvError,
     RemoteProtocolError,
@@ -214,6 +215,17 @@ class IncomingTransfer:
         """No WRITE of this transfer is or will be under way: every grant is free. Also a late proof."""
         slots, self._slots.granted = self._slots.granted, set()
         return [*(ReleaseSlot(slot) for slot in slots), *self._settle()]
+
+    def refused(self, message: Reject, now: float) -> list[Action]:
+        """The prefill side will not serve our EXPECT."""
+        if self.state is not _S.EXPECTING:
+            return []
+        error: RdmaKvError
+        if message.code is ErrorCode.ROUTE_MISMATCH:
+            error = RouteMismatchError(self.key, self.state.name, message.message)
+        else:
+            error = TransferAborted(self.key, self.state.name, message.message, cause=message.code, culprit=self.peer)
+        return self.fail(error, now, tell=False)
 
     def aborted(self, message: Abort, now: float) -> list[Action]:
         error = TransferAborted(

@@ -91,6 +91,7 @@ class OutgoingTransfer:
         plan: moves of this link; `plan.total_tokens` is what will be available.
         available: token range per component that the caller will push.
         deadline: moment, on the caller's clock, by which it must be DONE.
+        timeout_s: the same as a duration from now, for the peer, whose clock is another.
         quiesce_s: how long posted WRITEs may take to settle after a failure.
     """
 
@@ -105,6 +106,7 @@ class OutgoingTransfer:
         peer: str,
         deadline: float,
         quiesce_s: float,
+        timeout_s: float = 60.0,
     ) -> None:
         self.number = number
         self.key = key
@@ -115,6 +117,7 @@ class OutgoingTransfer:
         self.deadline: float | None = deadline
         self.error: RdmaKvError | None = None
         self._quiesce_s = quiesce_s
+        self._timeout_ms = int(1000 * max(0.0, timeout_s))
         self._machine: Machine[OutgoingState, OutgoingEvent] = Machine(_S.OFFERED, OUTGOING_TABLE, OUTGOING_TERMINAL)
         self._ranges: tuple[Interval, ...] | None = None
         self._pushed: list[tuple[int, Interval, Interval]] = []
@@ -299,6 +302,7 @@ class OutgoingTransfer:
             digest=route.digest,
             available=[(span.start, span.end) for span in self.available],
             want=self._want,
+            timeout_ms=self._timeout_ms,
         )
 
     def _cut(self, component: int, layers: Interval, tokens: Interval) -> list[Box]:

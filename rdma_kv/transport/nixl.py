@@ -100,10 +100,17 @@ class _Core:
             raise
 
     def deregister(self, region: Region) -> None:
-        """On the thread."""
-        if self.regions.remove(region):
-            for link in self.links:
+        """On the thread: in every link, also if one refuses."""
+        if not self.regions.remove(region):
+            return
+        refusals = []
+        for link in self.links:
+            try:
                 link.deregister(region)
+            except TransportError as error:
+                refusals.append(error)
+        if refusals:
+            raise refusals[0]
 
     def metadata(self, link: NixlLink) -> bytes:
         """On the thread: what the peer needs to reach `link`, wrapped."""

@@ -15,10 +15,10 @@ import atexit
 import contextlib
 import importlib
 import logging
-import os
+import logging.config
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -121,16 +121,33 @@ def load_nixl() -> Nixl:
 
 
 def _import(name: str) -> Nixl:
-    raises = logging.raiseExceptions
-    try:
+    with _logging_untouched():
         api = importlib.import_module(name)
         bindings = importlib.import_module(f"{name}._bindings")
-    finally:
-        logging.raiseExceptions = raises  # the wrapper switches it off for the whole process
-    if "NIXL_LOG_LEVEL" not in os.environ:
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it writes INFO to standard output
     found = (value for value in vars(bindings).values() if isinstance(value, type) and issubclass(value, Exception))
     return Nixl(api, tuple(found))
+
+
+@contextlib.contextmanager
+def _logging_untouched() -> Iterator[None]:
+    """Keep NIXL's wrapper from reconfiguring the process's logging as it is imported.
+
+    Its `dictConfig` closes every handler of the process (a log file opened with mode "w" gets nothing any more) and
+    sends the logger `nixl` to standard output; then it switches `logging.raiseExceptions` off. Without all that its
+    messages go the way of all others. Calls of `dictConfig` by other threads meanwhile pass.
+    """
+    configure, raises = logging.config.dictConfig, logging.raiseExceptions
+
+    def all_but_nixl(config: Any) -> None:  # noqa: ANN401 - as the standard library's stub has it
+        if set(config.get("loggers", ())) != {"nixl"}:
+            configure(config)
+
+    logging.config.dictConfig = all_but_nixl
+    try:
+        yield
+    finally:
+        logging.config.dictConfig = configure
+        logging.raiseExceptions = raises
 
 
 def translate(error: Exception, message: str) -> TransportError:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from rdma_kv.agent import Agent, AgentConfig
+from rdma_kv.agent import Agent
 from rdma_kv.config import StagingConfig, Timeouts
 from rdma_kv.layout import KvLayout
 from rdma_kv.registry.static import AgentRecord, EngineRecord, StaticRegistry, dump_registry
+from rdma_kv.session import AgentConfig
 from rdma_kv.topology import ModelSpec, TieBreak, Topology
 from rdma_kv.transport.base import Transport
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport

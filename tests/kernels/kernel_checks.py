@@ -28,6 +28,8 @@ class Kernels:
     memory: Callable[[], Memory] = HostMemory
 
 
+Check = Callable[[Kernels], None]
+
 IMPLEMENTATIONS = [
     Kernels("reference", reference.gather, reference.scatter),
 ]

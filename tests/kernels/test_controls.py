@@ -8,8 +8,7 @@ from dataclasses import replace
 import kernel_checks
 import numpy as np
 import pytest
-from kernel_checks import CHECKS, Kernels, Launch
-from test_kernels import Check
+from kernel_checks import CHECKS, Check, Kernels, Launch
 
 from rdma_kv.kernels import reference
 from rdma_kv.kernels.launch import Chunk

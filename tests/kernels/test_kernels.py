@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import kernel_checks
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_checks import CHECKS, IMPLEMENTATIONS, Kernels, Setting
+from kernel_checks import CHECKS, IMPLEMENTATIONS, Check, Kernels, Setting
 from kernel_pools import Box
-
-Check = Callable[[Kernels], None]
 
 NAMED = [
     kernel_checks.r27_payload_of_the_named_replica,

@@ -10,9 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_checks import CHECKS, IMPLEMENTATIONS, Launch
+from kernel_checks import CHECKS, IMPLEMENTATIONS, Check, Launch
 from kernel_pools import Bytes
-from test_kernels import Check
 
 from rdma_kv.kernels import reference
 from rdma_kv.kernels.launch import Chunk
@@ -83,7 +82,7 @@ def test_window_over_all_user_addresses() -> None:
     part = reference._part(
         64, 65_535, base=ends + 4096, pool=None, offset=np.zeros(1, np.int64), row_bytes=reference._LONG_ROW_BYTES - 1
     )
-    window, index, _ = next(reference._pieces(part, 1, 1 << 20))
+    window, index, _ = next(reference._pieces(part, 1, direct=False))
     assert window.shape[0] == index.max() + 1
 
 

@@ -20,7 +20,7 @@ from rdma_kv.transport import nixl as nixl_module
 from rdma_kv.transport.base import NOT_POSTED, WritePair
 from rdma_kv.transport.nixl import NixlTransport
 from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd
-from rdma_kv.transport.nixl_owner import Nixl, Owner, load_nixl
+from rdma_kv.transport.nixl_owner import Nixl, Owner
 from rdma_kv.transport.nixl_writes import WriteQueue
 from rdma_kv.transport.regions import RegionTable, batches
 from rdma_kv.types import Descriptor, Region
@@ -72,6 +72,7 @@ class FakeAgent:
         return entries[0]
 
     def deregister_memory(self, entry):
+        self._fail("deregister_memory")
         self.registered.remove(entry)
 
     def add_remote_agent(self, blob):
@@ -377,6 +378,10 @@ async def test_one_endpoint_that_refuses_memory_leaves_it_registered_nowhere(mon
     assert [len(agent.registered) for agent in nixl.made] == [1, 1]
     await transport.register(memory.address, 64)
     assert [len(agent.registered) for agent in nixl.made] == [2, 2]
+    nixl.made[0].failing["deregister_memory"] = [nixlBackendError("no")]
+    with pytest.raises(TransportError):
+        await transport.deregister(Region(memory.address, 64))
+    assert [len(agent.registered) for agent in nixl.made] == [2, 1]
     await transport.close()
 
 
@@ -389,14 +394,6 @@ async def test_without_nixl_the_error_names_the_extra(monkeypatch):
     with pytest.raises(LocalProtocolError):
         transport.endpoint("peer@1")
     await transport.close()
-
-
-def test_loading_nixl_leaves_the_process_logging_as_it_was():
-    import logging
-
-    logging.raiseExceptions = True
-    load_nixl()
-    assert logging.raiseExceptions
 
 
 class Broken:
@@ -465,10 +462,11 @@ async def test_two_connected_idle_endpoints_cost_nothing():
 
 
 PROGRAM = """
-import asyncio, os, sys
+import asyncio, logging, os, sys
 from rdma_kv.transport.nixl import NixlTransport, prepare_ucx_environment
 
 prepare_ucx_environment(os.environ)
+logging.basicConfig(filename=sys.argv[3], filemode="w", format="%(message)s")
 
 async def main(close):
     left, right = NixlTransport("left@1"), NixlTransport("right@1")
@@ -483,6 +481,7 @@ async def main(close):
         await right.close()
 
 asyncio.run(main(sys.argv[1] == "close"))
+logging.error("handlers live, raiseExceptions %s", logging.raiseExceptions)
 print("the end")
 sys.exit(int(sys.argv[2]))
 """
@@ -490,11 +489,11 @@ sys.exit(int(sys.argv[2]))
 
 @pytest.mark.parametrize("status", [0, 3])
 @pytest.mark.parametrize("closing", ["close", "forget"])
-async def test_a_program_that_used_nixl_exits_with_its_own_status_and_output(closing, status):
+async def test_a_program_that_used_nixl_keeps_its_status_output_and_log(closing, status, tmp_path):
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("UCX_", "NIXL_"))}
     environ["PYTHONPATH"] = str(Path(__file__).parents[2])
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-W", "error", "-c", PROGRAM, closing, str(status)),
+        *(sys.executable, "-W", "error", "-c", PROGRAM, closing, str(status), str(tmp_path / "log")),
         env=environ,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
@@ -502,3 +501,4 @@ async def test_a_program_that_used_nixl_exits_with_its_own_status_and_output(clo
     async with asyncio.timeout(LIMIT_S):
         output, errors = await process.communicate()
     assert (output, errors, process.returncode) == (b"the end\n", b"", status)
+    assert (tmp_path / "log").read_text() == "handlers live, raiseExceptions True\n"

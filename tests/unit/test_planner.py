@@ -52,7 +52,7 @@ def engine(layers: int = 2, **sizes: int) -> Topology:
 # --- the whole plan ----------------------------------------------------------------------------------------------------
 
 
-@settings(seeded, max_examples=500)
+@settings(seeded, max_examples=350)
 @given(scenarios())
 def test_each_byte_is_written_once_and_right(scenario: Scenario):
     check(scenario)

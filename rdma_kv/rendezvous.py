@@ -1,0 +1,241 @@
+"""Where first messages and calls meet: EXPECTs and OFFERs that came before their call, and calls that wait for one.
+
+Either side may come first. What waits here holds no staging memory, is bounded per peer, and has a deadline; one that
+cannot be kept, or that nobody asks for in time, is refused with a reason, so that the other side does not wait in vain.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rdma_kv.config import Limits, Timeouts
+from rdma_kv.errors import LocalProtocolError, RdmaKvError
+from rdma_kv.messages import Expect, Offer, Reject
+from rdma_kv.peer import Peer
+from rdma_kv.types import ReplicaId
+
+Refusal = Callable[[Peer, Expect], RdmaKvError | None]
+
+
+@dataclass(eq=False)
+class _Unmatched:
+    """A message that waits for its call."""
+
+    peer: Peer
+    message: Offer | Expect
+    timer: asyncio.TimerHandle | None = None
+
+    def stop_timer(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that waits for a message. `allowed` are the replicas it may come from; None for any."""
+
+    allowed: frozenset[ReplicaId] | None
+    found: asyncio.Future[ReplicaId]
+
+
+class Rendezvous:
+    """First messages of all peers of one agent.
+
+    Args:
+        answer_expect: whether we can serve an EXPECT: sends DONE itself where no moves lie between us and the peer, and
+            returns the error where the EXPECT cannot be right.
+    """
+
+    def __init__(self, answer_expect: Refusal, *, timeouts: Timeouts, limits: Limits) -> None:
+        self._answer_expect = answer_expect
+        self._timeouts = timeouts
+        self._limits = limits
+        self._offers: dict[tuple[str, int], list[_Unmatched]] = {}  # by (key, decode replica)
+        self._expects: dict[tuple[str, int], list[_Unmatched]] = {}  # by (key, prefill replica)
+        self._receives: dict[tuple[str, int], _Call] = {}  # by (key, decode replica)
+        self._sends: dict[tuple[str, int], _Call] = {}  # by (key, prefill replica)
+        self._per_peer: dict[str, int] = {}
+
+    @property
+    def unmatched(self) -> int:
+        """Messages that wait for their call."""
+        return sum(self._per_peer.values())
+
+    # --- calls ---------------------------------------------------------------------------------------------------------
+
+    async def wait_for_offer(self, key: str, replica: int, allowed: frozenset[ReplicaId] | None) -> ReplicaId:
+        """The first prefill replica (of `allowed`) that offers `key` to our decode replica `replica`."""
+        waiting = self._offers.get((key, replica), [])
+        return await self._wait(self._receives, (key, replica), allowed, waiting)
+
+    async def wait_for_expect(self, key: str, replica: int) -> ReplicaId:
+        """The first decode replica that expects `key` from our prefill replica `replica`."""
+        return await self._wait(self._sends, (key, replica), None, self._expects.get((key, replica), []))
+
+    async def _wait(
+        self,
+        calls: dict[tuple[str, int], _Call],
+        place: tuple[str, int],
+        allowed: frozenset[ReplicaId] | None,
+        waiting: list[_Unmatched],
+    ) -> ReplicaId:
+        for unmatched in waiting:
+            source = _sender(unmatched)
+            if allowed is None or source in allowed:
+                return source
+        if place in calls:
+            raise LocalProtocolError(f"{place[0]!r} of replica {place[1]} is waited for already")
+        call = calls[place] = _Call(allowed, asyncio.get_running_loop().create_future())
+        try:
+            return await call.found
+        finally:
+            del calls[place]
+
+    def take_offer(self, peer: Peer, key: str, prefill_replica: int, decode_replica: int) -> Offer | None:
+        """Hand over the OFFER of this very transfer, if it has come."""
+        for unmatched in self._offers.get((key, decode_replica), []):
+            message = unmatched.message
+            if unmatched.peer is peer and message.prefill_replica == prefill_replica and isinstance(message, Offer):
+                self._drop(self._offers, (key, decode_replica), unmatched)
+                return message
+        return None
+
+    def forget_expects(self, key: str, prefill_replica: int, decode: ReplicaId) -> None:
+        """A send has begun: the EXPECTs that asked for it are answered."""
+        place = (key, prefill_replica)
+        for unmatched in list(self._expects.get(place, [])):
+            if _sender(unmatched) == decode:
+                self._drop(self._expects, place, unmatched)
+
+    def refuse_others(self, key: str, decode_replica: int, taken: ReplicaId) -> None:
+        """A receive has chosen its source: offers of other replicas are not needed."""
+        place = (key, decode_replica)
+        for unmatched in list(self._offers.get(place, [])):
+            if _sender(unmatched) != taken:
+                self._drop(self._offers, place, unmatched)
+                _refuse(unmatched, f"the request was taken from {taken}")
+
+    # --- messages ------------------------------------------------------------------------------------------------------
+
+    def on_offer(self, peer: Peer, message: Offer) -> None:
+        """An OFFER that no open transfer waits for."""
+        place = (message.key, message.decode_replica)
+        if any(
+            u.peer is peer and u.message.prefill_replica == message.prefill_replica for u in self._offers.get(place, [])
+        ):
+            _refuse_message(peer, message, "this key is offered already")
+            return
+        if self._keep(self._offers, place, peer, message):
+            self._wake(self._receives.get(place), ReplicaId(peer.id.engine, message.prefill_replica))
+
+    def on_offer_repeated(self, peer: Peer, message: Offer) -> bool:
+        """A waiting OFFER with more boxes. False: none of that number waits."""
+        for unmatched in self._offers.get((message.key, message.decode_replica), []):
+            known = unmatched.message
+            if unmatched.peer is peer and isinstance(known, Offer) and known.transfer == message.transfer:
+                unmatched.message = message
+                return True
+        return False
+
+    def on_offer_withdrawn(self, peer: Peer, number: int) -> None:
+        """The peer has aborted a transfer that we have not answered."""
+        for place, waiting in list(self._offers.items()):
+            for unmatched in list(waiting):
+                message = unmatched.message
+                if unmatched.peer is peer and isinstance(message, Offer) and message.transfer == number:
+                    self._drop(self._offers, place, unmatched)
+
+    def on_expect(self, peer: Peer, message: Expect) -> None:
+        """A decode agent waits for a key."""
+        refusal = self._answer_expect(peer, message)
+        if refusal is not None:
+            peer.send(_reject(message, refusal))
+            return
+        place = (message.key, message.prefill_replica)
+        if any(
+            u.peer is peer and u.message.decode_replica == message.decode_replica for u in self._expects.get(place, [])
+        ):
+            return  # told twice, waits once
+        if self._keep(self._expects, place, peer, message):
+            self._wake(self._sends.get(place), ReplicaId(peer.id.engine, message.decode_replica))
+
+    def on_lost(self, peer: Peer) -> None:
+        """Nothing of a lost peer waits."""
+        for table in (self._offers, self._expects):
+            for place, waiting in list(table.items()):
+                for unmatched in [u for u in waiting if u.peer is peer]:
+                    self._drop(table, place, unmatched)
+
+    def close(self) -> None:
+        """Stop all timers."""
+        for table in (self._offers, self._expects):
+            for waiting in table.values():
+                for unmatched in waiting:
+                    unmatched.stop_timer()
+            table.clear()
+        self._per_peer.clear()
+
+    # --- inside --------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _wake(call: _Call | None, source: ReplicaId) -> None:
+        if call is not None and not call.found.done() and (call.allowed is None or source in call.allowed):
+            call.found.set_result(source)
+
+    def _keep(
+        self,
+        table: dict[tuple[str, int], list[_Unmatched]],
+        place: tuple[str, int],
+        peer: Peer,
+        message: Offer | Expect,
+    ) -> bool:
+        count = self._per_peer.get(peer.name, 0)
+        if count >= self._limits.unmatched_per_peer:
+            _refuse_message(peer, message, f"{count} of your messages wait here for their calls already")
+            return False
+        loop = asyncio.get_running_loop()
+        unmatched = _Unmatched(peer, message)
+        wait_s = min(self._timeouts.unmatched, message.timeout_ms / 1000)
+        unmatched.timer = loop.call_later(wait_s, self._expire, table, place, unmatched)
+        table.setdefault(place, []).append(unmatched)
+        self._per_peer[peer.name] = count + 1
+        return True
+
+    def _expire(
+        self, table: dict[tuple[str, int], list[_Unmatched]], place: tuple[str, int], unmatched: _Unmatched
+    ) -> None:
+        self._drop(table, place, unmatched)
+        _refuse(unmatched, "nobody here has asked for this key in time")
+
+    def _drop(
+        self, table: dict[tuple[str, int], list[_Unmatched]], place: tuple[str, int], unmatched: _Unmatched
+    ) -> None:
+        unmatched.stop_timer()
+        table[place].remove(unmatched)
+        if not table[place]:
+            del table[place]
+        self._per_peer[unmatched.peer.name] -= 1
+        if not self._per_peer[unmatched.peer.name]:
+            del self._per_peer[unmatched.peer.name]
+
+
+def _sender(unmatched: _Unmatched) -> ReplicaId:
+    """The replica that a waiting message speaks for."""
+    message = unmatched.message
+    index = message.prefill_replica if isinstance(message, Offer) else message.decode_replica
+    return ReplicaId(unmatched.peer.id.engine, index)
+
+
+def _refuse(unmatched: _Unmatched, text: str) -> None:
+    _refuse_message(unmatched.peer, unmatched.message, text)
+
+
+def _refuse_message(peer: Peer, message: Offer | Expect, text: str) -> None:
+    peer.send(_reject(message, LocalProtocolError(text)))
+
+
+def _reject(message: Offer | Expect, error: RdmaKvError) -> Reject:
+    number = message.transfer if isinstance(message, Offer) else 0
+    return Reject(number, error.code, str(error)[:2000], message.key, message.prefill_replica, message.decode_replica)
