@@ -13,9 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, RdmaKvError, RouteMismatchError
+from rdma_kv.errors import (
+    ClosedError,
+    ConfigError,
+    LocalProtocolError,
+    RdmaKvError,
+    RouteMismatchError,
+    TransferAborted,
+)
 from rdma_kv.layout import KvLayout
-from rdma_kv.messages import Done, Expect
+from rdma_kv.messages import Abort, Done, Expect
 from rdma_kv.mover import Mover
 from rdma_kv.packer import Packer
 from rdma_kv.peer import Links, Peer, Registry
@@ -56,7 +63,7 @@ class Agent:
         timeouts, limits = config.timeouts, config.limits
         self._transport = transport(self.name)
         packer = Packer(config.role, config.model, config.topology, config.owns)
-        rendezvous = Rendezvous(self._answer_expect, timeouts=timeouts, limits=limits)
+        rendezvous = Rendezvous(self._answer_expect, self._fail_session, timeouts=timeouts, limits=limits)
         mover = Mover(config.role, self._transport, packer, rendezvous, staging=config.staging, timeouts=timeouts)
         links = Links(self._identity, registry, mover, timeouts=timeouts, limits=limits)
         self._shell = Shell(config, registry, packer, mover, links, rendezvous)
@@ -84,7 +91,10 @@ class Agent:
             return
         self._state = "closed"
         shell = self._shell
+        for session in list(shell.sessions):
+            session.fail(ClosedError("the agent is closing"), tell=False)
         await shell.mover.close()
+        await shell.tasks.close()
         await shell.links.close()
         shell.rendezvous.close()
         shell.packer.close()
@@ -239,6 +249,21 @@ class Agent:
         if not shell.moves(route, peer.identity.ranks):
             peer.send(Done(0, message.key, message.prefill_replica, message.decode_replica))
         return None
+
+    def _fail_session(self, peer: Peer, message: Abort) -> None:
+        """Another participant has given up. We do not tell the others: whoever began has told them."""
+        sending = self.config.sending
+        own, other = (
+            (message.prefill_replica, message.decode_replica)
+            if sending
+            else (message.decode_replica, message.prefill_replica)
+        )
+        error = TransferAborted(
+            message.key, "aborted", message.message, cause=message.code, culprit=message.culprit or str(peer.id)
+        )
+        for session in list(self._shell.sessions):
+            if session.is_named(message.key, own, ReplicaId(peer.id.engine, other), message.attempt):
+                session.fail(error, tell=False)
 
     def _check_open(self) -> None:
         if self._state != "open":

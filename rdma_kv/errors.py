@@ -29,9 +29,13 @@ class ErrorCode(IntEnum):
 
 
 class RdmaKvError(Exception):
-    """Base of every error that rdma-kv raises on purpose."""
+    """Base of every error that rdma-kv raises on purpose.
+
+    `retryable`: the same request may be tried again, under a new attempt.
+    """
 
     code: ErrorCode = ErrorCode.TRANSFER_ABORTED
+    retryable = False
 
 
 class ConfigError(RdmaKvError):
@@ -86,6 +90,7 @@ class PeerLostError(PeerError):
     """The peer is gone: its stream closed, or its lease ended."""
 
     code = ErrorCode.PEER_LOST
+    retryable = True
 
 
 class TransportError(RdmaKvError):
@@ -112,9 +117,7 @@ class FenceUnsupported(TransportError):
 
 
 class TransferError(RdmaKvError):
-    """One transfer ended without success. `retryable`: the same request may be tried again under a new attempt."""
-
-    retryable = False
+    """One transfer ended without success."""
 
     def __init__(self, transfer: str, stage: str, message: str) -> None:
         super().__init__(f"transfer {transfer}: {message} (at {stage})")

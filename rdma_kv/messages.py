@@ -195,9 +195,17 @@ class Done(Message, frozen=True, tag="done"):
 
 
 class Abort(Message, frozen=True, tag="abort"):
-    """Either side: this transfer has failed. Prefill numbers transfers, so the number says enough."""
+    """Either side: this transfer has failed.
 
-    transfer: Sequence
+    With `transfer` 0 it goes by its name across agents, (key, prefill replica, decode replica, attempt): to participants
+    that have no transfer of it on this link, or not yet.
+    """
+
+    transfer: Index
+    key: Key
+    attempt: Index
+    prefill_replica: Index
+    decode_replica: Index
     code: ErrorCode
     culprit: Text
     message: Text

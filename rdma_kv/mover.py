@@ -79,6 +79,8 @@ class Matchmaker(Protocol):
 
     def take_offer(self, peer: Peer, key: str, prefill_replica: int, decode_replica: int) -> Offer | None: ...
 
+    def on_abort(self, peer: Peer, message: Abort) -> None: ...
+
     def on_lost(self, peer: Peer) -> None: ...
 
 
@@ -261,7 +263,9 @@ class Mover:
         Raises:
             RemoteProtocolError: a message that our role never gets, or a number that was never used; the link ends.
         """
-        if self._role is Role.PREFILL:
+        if isinstance(message, Abort) and not message.transfer:
+            self._matchmaker.on_abort(peer, message)
+        elif self._role is Role.PREFILL:
             self._on_prefill(peer, message)
         else:
             self._on_decode(peer, message)

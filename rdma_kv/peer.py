@@ -31,6 +31,8 @@ from rdma_kv.types import AgentId
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.02
+_ACCEPT_TURNS = 4
+"""Turns of the loop after which a connection that was just accepted has reached `_accept`, and its abort is done."""
 
 
 class Registry(Protocol):
@@ -150,6 +152,7 @@ class Links:
         self._tasks = Tasks()
         self._peers: dict[AgentId, Peer] = {}
         self._dials: dict[AgentId, _Dial] = {}
+        self._connections: set[Connection] = set()  # all that are open, greeted or not
         self._closing = False
         self.handshakes = 0
 
@@ -181,15 +184,16 @@ class Links:
         self._closing = True
         if self._server is not None:
             self._server.close()
+            for _ in range(_ACCEPT_TURNS):
+                await asyncio.sleep(0)
         error = ClosedError("the agent is closing")
         for dial in self._dials.values():
             if not dial.result.done():
                 dial.result.set_exception(error)
                 dial.result.exception()
-        peers = list(self._peers.values())
-        for peer in peers:
+        for peer in list(self._peers.values()):
             peer.send(bye(error))
-        await asyncio.gather(*(peer.connection.close() for peer in peers))
+        await asyncio.gather(*(connection.close() for connection in list(self._connections)))
         await self._tasks.close()
 
     # --- dialing -------------------------------------------------------------------------------------------------------
@@ -267,7 +271,7 @@ class Links:
             adopted = self._adopt(link, connection) is None
         finally:
             if not adopted:
-                await connection.close()
+                await self._end(connection)
 
     async def _await_inbound(self, dial: _Dial) -> None:
         """The peer's own connection stays: its HELLO is on the way."""
@@ -277,14 +281,14 @@ class Links:
 
     # --- accepting -----------------------------------------------------------------------------------------------------
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if self._closing:
-            writer.close()
-            return
-        self._tasks.spawn(self._accepted(reader, writer), "accept")
-
-    async def _accepted(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = self._connection(reader, writer, "an unknown peer")
+        if self._closing:
+            writer.transport.abort()
+        else:
+            self._tasks.spawn(self._accepted(connection), "accept")
+
+    async def _accepted(self, connection: Connection) -> None:
         adopted = False
         try:
             async with asyncio.timeout(self._timeouts.connect):
@@ -303,7 +307,7 @@ class Links:
             logger.debug("connection ended in its handshake: %s", exc)
         finally:
             if not adopted:
-                await connection.close()
+                await self._end(connection)
 
     def _double_dial(self, link: Link) -> RdmaKvError | None:
         assert link.remote is not None
@@ -315,7 +319,13 @@ class Links:
     # --- both ----------------------------------------------------------------------------------------------------------
 
     def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> Connection:
-        return Connection(reader, writer, name=name, send_buffer_bytes=self._limits.send_buffer_bytes)
+        connection = Connection(reader, writer, name=name, send_buffer_bytes=self._limits.send_buffer_bytes)
+        self._connections.add(connection)
+        return connection
+
+    async def _end(self, connection: Connection) -> None:
+        await connection.close()
+        self._connections.discard(connection)
 
     async def _greet(self, link: Link, connection: Connection) -> None:
         """Read until the link is up or closed; its error says why."""
@@ -409,4 +419,4 @@ class Links:
             if self._peers.get(peer.id) is peer:
                 del self._peers[peer.id]
             self._user.on_lost(peer, error)
-            await peer.connection.close()
+            await self._end(peer.connection)

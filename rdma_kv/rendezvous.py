@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from rdma_kv.config import Limits, Timeouts
 from rdma_kv.errors import LocalProtocolError, RdmaKvError
-from rdma_kv.messages import Expect, Offer, Reject
+from rdma_kv.messages import Abort, Expect, Offer, Reject
 from rdma_kv.peer import Peer
 from rdma_kv.types import ReplicaId
 
 Refusal = Callable[[Peer, Expect], RdmaKvError | None]
+AbortHandler = Callable[[Peer, Abort], None]
 
 
 @dataclass(eq=False)
@@ -46,10 +47,14 @@ class Rendezvous:
     Args:
         answer_expect: whether we can serve an EXPECT: sends DONE itself where no moves lie between us and the peer, and
             returns the error where the EXPECT cannot be right.
+        fail_session: a participant has given up, by the name of the transfer; fail our part of it.
     """
 
-    def __init__(self, answer_expect: Refusal, *, timeouts: Timeouts, limits: Limits) -> None:
+    def __init__(
+        self, answer_expect: Refusal, fail_session: AbortHandler, *, timeouts: Timeouts, limits: Limits
+    ) -> None:
         self._answer_expect = answer_expect
+        self._fail_session = fail_session
         self._timeouts = timeouts
         self._limits = limits
         self._offers: dict[tuple[str, int], list[_Unmatched]] = {}  # by (key, decode replica)
@@ -160,6 +165,19 @@ class Rendezvous:
             return  # told twice, waits once
         if self._keep(self._expects, place, peer, message):
             self._wake(self._sends.get(place), ReplicaId(peer.id.engine, message.decode_replica))
+
+    def on_abort(self, peer: Peer, message: Abort) -> None:
+        """A participant has given up a transfer that has no number on this link."""
+        for table, place in (
+            (self._offers, (message.key, message.decode_replica)),
+            (self._expects, (message.key, message.prefill_replica)),
+        ):
+            for unmatched in list(table.get(place, [])):
+                first = unmatched.message
+                replicas = (first.prefill_replica, first.decode_replica)
+                if unmatched.peer is peer and replicas == (message.prefill_replica, message.decode_replica):
+                    self._drop(table, place, unmatched)
+        self._fail_session(peer, message)
 
     def on_lost(self, peer: Peer) -> None:
         """Nothing of a lost peer waits."""

@@ -17,11 +17,12 @@ import msgspec
 
 from rdma_kv.config import Limits, StagingConfig, Timeouts
 from rdma_kv.errors import ConfigError, LocalProtocolError, RdmaKvError, TransferAborted, TransferTimeout
-from rdma_kv.messages import MAX_FRAME_BYTES, Expect
+from rdma_kv.messages import MAX_FRAME_BYTES, Abort, Expect
 from rdma_kv.mover import Entry, Mover, StageTimes
 from rdma_kv.packer import Packer
-from rdma_kv.peer import Links, Peer, Registry
+from rdma_kv.peer import Links, Peer, Registry, Tasks
 from rdma_kv.planner import LinkPlan, PageTables, Route, Tiling
+from rdma_kv.protocol.actions import abort_message
 from rdma_kv.protocol.incoming import IncomingTransfer
 from rdma_kv.protocol.link import Identity
 from rdma_kv.protocol.outgoing import OutgoingTransfer
@@ -87,7 +88,7 @@ class Shell:
     """The parts of one agent that its sessions share.
 
     Attributes:
-        live: (key, own replica, the others' names) of the sessions under way.
+        sessions: those under way.
     """
 
     config: AgentConfig
@@ -96,7 +97,8 @@ class Shell:
     mover: Mover
     links: Links
     rendezvous: Rendezvous
-    live: set[tuple[str, int, tuple[ReplicaId, ...]]] = field(default_factory=set)
+    sessions: set[Session] = field(default_factory=set)
+    tasks: Tasks = field(default_factory=Tasks)
 
     def route(self, key: str, own_replica: int, other: EngineRecord, other_replica: int) -> Route:
         """The route between one of our replicas and one of another engine."""
@@ -188,9 +190,7 @@ class Session:
         self._work = work
         self._legs: dict[AgentId, asyncio.Task[None]] = {}
         self._main: asyncio.Task[None] | None = None
-        self._live_as = (call.key, call.replica, others)
-        if self._live_as in shell.live:
-            raise LocalProtocolError(f"{call.key!r} of replica {call.replica} is live already")
+        self._check_unique()
 
     @property
     def bound(self) -> bool:
@@ -209,18 +209,30 @@ class Session:
 
     def start(self) -> None:
         """Begin in the background; `outcome` waits for the end."""
-        if self._live_as in self.shell.live:
-            raise LocalProtocolError(f"{self.call.key!r} of replica {self.call.replica} is live already")
-        self.shell.live.add(self._live_as)
+        self._check_unique()
+        self.shell.sessions.add(self)
         self._main = asyncio.create_task(self._run(), name=f"session {self.call.key}")
 
-    def fail(self, error: RdmaKvError) -> None:
-        """The first failure fails all links of the session."""
-        if self.error is not None:
+    def is_named(self, key: str, replica: int, other: ReplicaId, attempt: int) -> bool:
+        """Whether this is the session that a peer speaks of."""
+        call = self.call
+        return (call.key, call.replica, call.attempt) == (key, replica, attempt) and (
+            self.other == other or (self.other is None and other in self.others)
+        )
+
+    def fail(self, error: RdmaKvError, *, tell: bool = True) -> None:
+        """The first failure fails all links of the session.
+
+        Args:
+            tell: let the other side's agents know that have no transfer with us yet, opening links where needed.
+        """
+        if self.error is not None or (self._main is not None and self._main.done()):
             return
         self.error = error
         for entry in self.entries.values():
             self.shell.mover.fail(entry, error)
+        if tell:
+            self._tell_others(error)
         for record_id, leg in self._legs.items():
             if record_id not in self.entries and leg is not asyncio.current_task():
                 leg.cancel()
@@ -240,7 +252,7 @@ class Session:
             await _despite_cancelling(self._main)
             raise
         finally:
-            self.shell.live.discard(self._live_as)
+            self.shell.sessions.discard(self)
         if self.error is not None:
             raise self.error
         if not self._main.cancelled() and (bug := self._main.exception()) is not None:
@@ -280,6 +292,34 @@ class Session:
             error = exc
         if error is not None:
             self.fail(error)
+
+    def _tell_others(self, error: RdmaKvError) -> None:
+        """ABORT by name to every agent of the other side that our transfers do not reach."""
+        known = (self.other,) if self.other is not None else self.others
+        for other in known:
+            engine = self._engine_of(other)
+            try:
+                route = self.shell.route(self.call.key, self.call.replica, engine, other.index)
+            except ConfigError:
+                continue  # there is no route between us, so nobody waits
+            message = abort_message(0, self.call.key, self.call.attempt, route, error)
+            for record in engine.agents_of(other.index):
+                if record.id not in self.entries:
+                    self.shell.tasks.spawn(self._tell(record, message), f"abort {self.call.key} {record.id}")
+
+    async def _tell(self, record: AgentRecord, message: Abort) -> None:
+        try:
+            async with asyncio.timeout(self.shell.config.timeouts.connect):
+                peer = await self.shell.links.peer(record)
+            peer.send(message)
+        except (RdmaKvError, TimeoutError) as exc:
+            logger.info("cannot tell %s that %r has failed: %s", record.id, self.call.key, exc)
+
+    def _check_unique(self) -> None:
+        call = self.call
+        for other in self.shell.sessions:
+            if (other.call.key, other.call.replica, other.others) == (call.key, call.replica, self.others):
+                raise LocalProtocolError(f"{call.key!r} of replica {call.replica} is live already")
 
     def _engine_of(self, other: ReplicaId) -> EngineRecord:
         """The engine of a counterpart.

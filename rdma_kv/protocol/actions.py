@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rdma_kv.errors import RdmaKvError
-from rdma_kv.messages import ControlMessage
-from rdma_kv.planner import Box
+from rdma_kv.errors import PeerError, RdmaKvError, TransferAborted
+from rdma_kv.messages import Abort, ControlMessage
+from rdma_kv.planner import Box, Route
 from rdma_kv.slots import SlotRef
 
 
@@ -71,6 +71,23 @@ class Finished:
     """
 
     error: RdmaKvError | None
+
+
+def abort_message(number: int, key: str, attempt: int, route: Route, error: RdmaKvError) -> Abort:
+    """What a participant that gives up tells the others; `number` 0 where the link has no number for the transfer."""
+    culprit = error.culprit if isinstance(error, TransferAborted) else ""
+    if isinstance(error, PeerError):
+        culprit = error.peer
+    return Abort(
+        transfer=number,
+        key=key,
+        attempt=attempt,
+        prefill_replica=route.prefill_replica,
+        decode_replica=route.decode_replica,
+        code=error.code,
+        culprit=culprit[:2000],
+        message=str(error)[:2000],
+    )
 
 
 Action = SendMessage | Gather | PostWrite | Scatter | ReleaseSlot | KeepSlot | Listen | Finished

@@ -30,7 +30,16 @@ from rdma_kv.errors import (
 )
 from rdma_kv.messages import Abort, Ack, Done, Finish, Grant, Notification, Offer, Reject, Release
 from rdma_kv.planner import Box, LinkPlan, Tiling
-from rdma_kv.protocol.actions import Action, Finished, KeepSlot, Listen, ReleaseSlot, Scatter, SendMessage
+from rdma_kv.protocol.actions import (
+    Action,
+    Finished,
+    KeepSlot,
+    Listen,
+    ReleaseSlot,
+    Scatter,
+    SendMessage,
+    abort_message,
+)
 from rdma_kv.protocol.machine import Machine
 from rdma_kv.slots import SlotRef
 from rdma_kv.types import Interval
@@ -274,8 +283,9 @@ class IncomingTransfer:
         self.error = error
         self.deadline = now + self._quiesce_s
         actions: list[Action] = []
-        if tell and self._link_up and self.number:
-            actions.append(SendMessage(Abort(self.number, error.code, "", str(error)[:2000])))
+        if tell and self._link_up:
+            message = abort_message(self.number, self.key, self.attempt, self.plan.route, error)
+            actions.append(SendMessage(message))
         return actions + self._settle()
 
     # --- inside --------------------------------------------------------------------------------------------------------

@@ -31,7 +31,16 @@ from rdma_kv.errors import (
 )
 from rdma_kv.messages import Abort, Finish, Grant, Offer, Quiesced, Reject, Release, Start
 from rdma_kv.planner import Box, LinkPlan
-from rdma_kv.protocol.actions import Action, Finished, Gather, KeepSlot, PostWrite, ReleaseSlot, SendMessage
+from rdma_kv.protocol.actions import (
+    Action,
+    Finished,
+    Gather,
+    KeepSlot,
+    PostWrite,
+    ReleaseSlot,
+    SendMessage,
+    abort_message,
+)
 from rdma_kv.protocol.machine import Machine
 from rdma_kv.slots import SlotRef
 from rdma_kv.types import Interval
@@ -286,7 +295,8 @@ class OutgoingTransfer:
         self._boxes.clear()
         actions: list[Action] = []
         if tell and self._link_up:
-            actions.append(SendMessage(Abort(self.number, error.code, "", str(error)[:2000])))
+            message = abort_message(self.number, self.key, self.attempt, self.plan.route, error)
+            actions.append(SendMessage(message))
         return actions + self._settle()
 
     # --- inside --------------------------------------------------------------------------------------------------------
