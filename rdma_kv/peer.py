@@ -31,8 +31,6 @@ from rdma_kv.types import AgentId
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.02
-_ACCEPT_TURNS = 4
-"""Turns of the loop after which a connection that was just accepted has reached `_accept`, and its abort is done."""
 
 
 class Registry(Protocol):
@@ -183,9 +181,7 @@ class Links:
         """Say goodbye to all peers and stop listening."""
         self._closing = True
         if self._server is not None:
-            self._server.close()
-            for _ in range(_ACCEPT_TURNS):
-                await asyncio.sleep(0)
+            await _stop_listening(self._server)
         error = ClosedError("the agent is closing")
         for dial in self._dials.values():
             if not dial.result.done():
@@ -420,3 +416,17 @@ class Links:
                 del self._peers[peer.id]
             self._user.on_lost(peer, error)
             await self._end(peer.connection)
+
+
+async def _stop_listening(server: asyncio.Server) -> None:
+    """Close a server without losing a connection that is being accepted at this moment.
+
+    asyncio leaks the socket of a connection that it has accepted but not yet attached when the server closes (an assertion
+    fails in a task of its own). So: accept nothing more, let what was accepted reach its callback, then close.
+    """
+    loop = asyncio.get_running_loop()
+    for listening in server.sockets:
+        loop.remove_reader(listening.fileno())
+    for _ in range(4):
+        await asyncio.sleep(0)
+    server.close()
