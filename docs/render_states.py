@@ -89,15 +89,13 @@ def _diagram(drawing: Drawing) -> str:
 
 
 def _meanings(drawing: Drawing) -> str:
-    comments = _comments(drawing.states) | _comments(_events(drawing))
-    lines = [
-        f"* `{state.name}`: {'; '.join(words)}"
-        for state in drawing.states
-        if (words := [*comments.get(state, ()), *(["final"] if state in drawing.terminal else [])])
-    ]
-    lines += [
-        f"* event {event.name}: {'; '.join(words)}" for event in _events(drawing) if (words := comments.get(event))
-    ]
+    states, events = _comments(drawing.states), _comments(_events(drawing))
+    lines = []
+    for state in drawing.states:
+        words = [*states.get(state.name, ()), *(["final"] if state in drawing.terminal else ())]
+        if words:
+            lines.append(f"* `{state.name}`: {'; '.join(words)}")
+    lines += [f"* event {name}: {'; '.join(words)}" for name, words in events.items()]
     return "\n".join([*lines, ""])
 
 
@@ -115,10 +113,10 @@ def _events(drawing: Drawing) -> type[Enum]:
     return type(next(iter(drawing.table))[1])
 
 
-def _comments(members: type[Enum]) -> dict[Enum, list[str]]:
-    """The comment beside each member in the source."""
+def _comments(members: type[Enum]) -> dict[str, list[str]]:
+    """By name, the comment beside each member in the source."""
     found = re.findall(r"^\s+([A-Z_]+) = auto\(\)  # (.+)$", inspect.getsource(members), re.MULTILINE)
-    return {members[name]: [text] for name, text in found}
+    return {name: [text] for name, text in found}
 
 
 def main(arguments: list[str]) -> int:

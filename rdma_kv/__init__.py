@@ -34,8 +34,10 @@ if TYPE_CHECKING:
     )
     from rdma_kv.layout import KvLayout, Origin
     from rdma_kv.planner import Move, Route
+    from rdma_kv.receiving import Received
     from rdma_kv.registry.static import AgentRecord, EngineRecord, StaticRegistry, dump_registry, parse_registry
-    from rdma_kv.session import AgentConfig, Received, Sending
+    from rdma_kv.sending import Sending
+    from rdma_kv.session import AgentConfig
     from rdma_kv.topology import Component, ContextSplit, ModelSpec, TieBreak, Topology
     from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
     from rdma_kv.transport.nixl import NixlTransport
@@ -99,7 +101,9 @@ _HOMES = {
     "rdma_kv.layout": ("KvLayout", "Origin"),
     "rdma_kv.planner": ("Move", "Route"),
     "rdma_kv.registry.static": ("AgentRecord", "EngineRecord", "StaticRegistry", "dump_registry", "parse_registry"),
-    "rdma_kv.session": ("AgentConfig", "Received", "Sending"),
+    "rdma_kv.receiving": ("Received",),
+    "rdma_kv.sending": ("Sending",),
+    "rdma_kv.session": ("AgentConfig",),
     "rdma_kv.topology": ("Component", "ContextSplit", "ModelSpec", "TieBreak", "Topology"),
     "rdma_kv.transport.loopback": ("LoopbackNetwork", "LoopbackTransport"),
     "rdma_kv.transport.nixl": ("NixlTransport",),

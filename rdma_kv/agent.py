@@ -22,14 +22,16 @@ from rdma_kv.errors import (
     TransferAborted,
 )
 from rdma_kv.layout import KvLayout
-from rdma_kv.messages import Abort, Done, Expect
+from rdma_kv.messages import Abort, Done, Expect, Offer
 from rdma_kv.mover import Mover
 from rdma_kv.packer import Packer
 from rdma_kv.peer import Links, Peer, Registry
 from rdma_kv.protocol.link import Identity
+from rdma_kv.receiving import Received, Receiving
 from rdma_kv.registry.static import parse_address
 from rdma_kv.rendezvous import Rendezvous
-from rdma_kv.session import AgentConfig, Call, Received, Receiving, Sending, Shell, TokenRange, interval
+from rdma_kv.sending import Sending
+from rdma_kv.session import AgentConfig, Call, Shell, TokenRange, interval
 from rdma_kv.transport.base import Transport
 from rdma_kv.transport.nixl import NixlTransport
 from rdma_kv.types import Interval, Owned, ReplicaId, Role
@@ -63,7 +65,7 @@ class Agent:
         timeouts, limits = config.timeouts, config.limits
         self._transport = transport(self.name)
         packer = Packer(config.role, config.model, config.topology, config.owns)
-        rendezvous = Rendezvous(self._answer_expect, self._fail_session, timeouts=timeouts, limits=limits)
+        rendezvous = Rendezvous(self._check_first, self._fail_session, timeouts=timeouts, limits=limits)
         mover = Mover(config.role, self._transport, packer, rendezvous, staging=config.staging, timeouts=timeouts)
         links = Links(self._identity, registry, mover, timeouts=timeouts, limits=limits)
         self._shell = Shell(config, registry, packer, mover, links, rendezvous)
@@ -236,17 +238,25 @@ class Agent:
             config.staging.slot_bytes,
         )
 
-    def _answer_expect(self, peer: Peer, message: Expect) -> RdmaKvError | None:
-        """Check an EXPECT; say DONE at once where no moves lie between that agent and us."""
-        shell = self._shell
+    def _check_first(self, peer: Peer, message: Offer | Expect) -> RdmaKvError | None:
+        """Check a first message; say DONE to an EXPECT at once where no moves lie between that agent and us."""
+        shell, config = self._shell, self.config
+        own, other = (
+            (message.prefill_replica, message.decode_replica)
+            if config.sending
+            else (message.decode_replica, message.prefill_replica)
+        )
+        if all(owned.replica != own for owned in config.owns):
+            text = f"{peer.id} means replica {own}, of which this agent owns no rank"
+            return RouteMismatchError(message.key, type(message).__name__.upper(), text)
         try:
-            engine = shell.registry.engine(peer.id.engine)
-            route = shell.route(message.key, message.prefill_replica, engine, message.decode_replica)
+            route = shell.route(message.key, own, shell.registry.engine(peer.id.engine), other)
         except ConfigError as exc:
             return exc
         if route.digest != message.digest:
-            return RouteMismatchError(message.key, "EXPECT", "both sides computed different routes (digest)")
-        if not shell.moves(route, peer.identity.ranks):
+            text = "both sides computed different routes (digest)"
+            return RouteMismatchError(message.key, type(message).__name__.upper(), text)
+        if isinstance(message, Expect) and not shell.moves(route, peer.identity.ranks):
             peer.send(Done(0, message.key, message.prefill_replica, message.decode_replica))
         return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from rdma_kv.errors import ConfigError
@@ -27,8 +28,8 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for name in ("transfer", "quiesce", "connect", "retry", "unmatched"):
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"timeouts.{name}", f"{getattr(self, name)} s is not positive")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"timeouts.{name}", f"{getattr(self, name)} s is not a positive, finite time")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +60,8 @@ class Limits:
 
     unmatched_per_peer: int = 1024
     send_buffer_bytes: int = 16 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("unmatched_per_peer", "send_buffer_bytes"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"limits.{name}", f"{getattr(self, name)} is not positive")

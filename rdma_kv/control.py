@@ -58,7 +58,12 @@ class Connection:
             RemoteProtocolError: a frame that is too large or unreadable.
         """
         try:
-            header = await self._reader.readexactly(FRAME_HEADER.size)
+            try:
+                header = await self._reader.readexactly(FRAME_HEADER.size)
+            except asyncio.IncompleteReadError as exc:
+                if not exc.partial:
+                    return None
+                raise
             (length,) = FRAME_HEADER.unpack(header)
             if length > MAX_FRAME_BYTES:
                 raise RemoteProtocolError(
@@ -66,8 +71,6 @@ class Connection:
                 )
             body = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as exc:
-            if not exc.partial and exc.expected == FRAME_HEADER.size:
-                return None
             raise PeerLostError(self.name, "the control stream broke inside a frame") from exc
         except OSError as exc:
             raise PeerLostError(self.name, f"the control stream broke: {exc}") from exc

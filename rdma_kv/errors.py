@@ -37,6 +37,11 @@ class RdmaKvError(Exception):
     code: ErrorCode = ErrorCode.TRANSFER_ABORTED
     retryable = False
 
+    @property
+    def reason(self) -> str:
+        """What happened, without whom or which transfer it concerns: what a message to the peer says."""
+        return getattr(self, "message", "") or str(self)
+
 
 class ConfigError(RdmaKvError):
     """A value given by the user cannot work. `field` names it; the text says how to mend it."""

@@ -34,7 +34,7 @@ def locate(field: str, buffer: Any) -> tuple[int, int]:  # noqa: ANN401 - anythi
     """(address, bytes) of a C-contiguous NumPy array, a CPU torch tensor, or anything with the buffer protocol.
 
     Raises:
-        ConfigError: not contiguous, read-only, or not host memory.
+        ConfigError: not contiguous, read-only, Python objects, or not host memory.
     """
     if hasattr(buffer, "data_ptr"):
         if buffer.device.type != "cpu":
@@ -44,8 +44,12 @@ def locate(field: str, buffer: Any) -> tuple[int, int]:  # noqa: ANN401 - anythi
         return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size())
     try:
         array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
+    except BufferError as exc:
+        raise ConfigError(field, "is not contiguous") from exc
     except (TypeError, ValueError) as exc:
         raise ConfigError(field, f"{type(buffer).__name__} exposes no memory") from exc
+    if array.dtype.hasobject:
+        raise ConfigError(field, "holds Python objects, not bytes")
     if not array.flags.c_contiguous:
         raise ConfigError(field, "is not contiguous")
     if not array.flags.writeable:

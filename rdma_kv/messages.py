@@ -19,12 +19,15 @@ from rdma_kv.errors import ErrorCode, RemoteProtocolError
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 1 << 20
+MAX_SLOTS_PER_MESSAGE = 4096  # of a GRANT or RELEASE; more go in several
+MAX_COUNT = (1 << 31) - 1
+MAX_TEXT = 2048  # characters
 FRAME_HEADER = struct.Struct(">I")
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
-Text = Annotated[str, Meta(max_length=2048)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Key = Annotated[str, Meta(min_length=1, max_length=512)]
-Count = Annotated[int, Meta(ge=0, lt=1 << 31)]
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
@@ -32,7 +35,7 @@ Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
 Span = tuple[Index, Index]
 SlotEpoch = tuple[Index, Sequence]
 Spans = Annotated[list[Span], Meta(max_length=64)]
-SlotEpochs = Annotated[list[SlotEpoch], Meta(max_length=4096)]
+SlotEpochs = Annotated[list[SlotEpoch], Meta(max_length=MAX_SLOTS_PER_MESSAGE)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
@@ -242,6 +245,11 @@ class Notification(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     move: Index
     layers: Span
     tokens: Span
+
+
+def text_field(text: str) -> str:
+    """`text` as a `Text` field can carry it: cut, and without lone surrogates, which no encoder takes."""
+    return text[:MAX_TEXT].encode("utf-8", "replace").decode()
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -7,7 +7,7 @@ cannot be kept, or that nobody asks for in time, is refused with a reason, so th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from rdma_kv.config import Limits, Timeouts
@@ -16,7 +16,7 @@ from rdma_kv.messages import Abort, Expect, Offer, Reject
 from rdma_kv.peer import Peer
 from rdma_kv.types import ReplicaId
 
-Refusal = Callable[[Peer, Expect], RdmaKvError | None]
+Check = Callable[[Peer, Offer | Expect], RdmaKvError | None]
 AbortHandler = Callable[[Peer, Abort], None]
 
 
@@ -45,15 +45,13 @@ class Rendezvous:
     """First messages of all peers of one agent.
 
     Args:
-        answer_expect: whether we can serve an EXPECT: sends DONE itself where no moves lie between us and the peer, and
-            returns the error where the EXPECT cannot be right.
+        check: returns the error where a first message cannot be right. It answers an EXPECT with DONE itself where no
+            moves lie between us and the peer.
         fail_session: a participant has given up, by the name of the transfer; fail our part of it.
     """
 
-    def __init__(
-        self, answer_expect: Refusal, fail_session: AbortHandler, *, timeouts: Timeouts, limits: Limits
-    ) -> None:
-        self._answer_expect = answer_expect
+    def __init__(self, check: Check, fail_session: AbortHandler, *, timeouts: Timeouts, limits: Limits) -> None:
+        self._check = check
         self._fail_session = fail_session
         self._timeouts = timeouts
         self._limits = limits
@@ -114,11 +112,12 @@ class Rendezvous:
             if _sender(unmatched) == decode:
                 self._drop(self._expects, place, unmatched)
 
-    def refuse_others(self, key: str, decode_replica: int, taken: ReplicaId) -> None:
-        """A receive has chosen its source: offers of other replicas are not needed."""
+    def refuse_others(self, key: str, decode_replica: int, asked: Iterable[ReplicaId], taken: ReplicaId) -> None:
+        """A receive that asked several replicas has chosen one: offers of the others are not needed."""
         place = (key, decode_replica)
+        unwanted = set(asked) - {taken}
         for unmatched in list(self._offers.get(place, [])):
-            if _sender(unmatched) != taken:
+            if _sender(unmatched) in unwanted:
                 self._drop(self._offers, place, unmatched)
                 _refuse(unmatched, f"the request was taken from {taken}")
 
@@ -126,6 +125,10 @@ class Rendezvous:
 
     def on_offer(self, peer: Peer, message: Offer) -> None:
         """An OFFER that no open transfer waits for."""
+        refusal = self._check(peer, message)
+        if refusal is not None:
+            peer.send(_reject(message, refusal))
+            return
         place = (message.key, message.decode_replica)
         if any(
             u.peer is peer and u.message.prefill_replica == message.prefill_replica for u in self._offers.get(place, [])
@@ -154,7 +157,7 @@ class Rendezvous:
 
     def on_expect(self, peer: Peer, message: Expect) -> None:
         """A decode agent waits for a key."""
-        refusal = self._answer_expect(peer, message)
+        refusal = self._check(peer, message)
         if refusal is not None:
             peer.send(_reject(message, refusal))
             return
@@ -256,4 +259,4 @@ def _refuse_message(peer: Peer, message: Offer | Expect, text: str) -> None:
 
 def _reject(message: Offer | Expect, error: RdmaKvError) -> Reject:
     number = message.transfer if isinstance(message, Offer) else 0
-    return Reject(number, error.code, str(error)[:2000], message.key, message.prefill_replica, message.decode_replica)
+    return Reject(number, error.code, error.reason[:2000], message.key, message.prefill_replica, message.decode_replica)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rdma_kv.errors import PeerError, RdmaKvError, TransferAborted
-from rdma_kv.messages import Abort, ControlMessage
+from rdma_kv.messages import Abort, ControlMessage, text_field
 from rdma_kv.planner import Box, Route
 from rdma_kv.slots import SlotRef
 
@@ -85,8 +85,8 @@ def abort_message(number: int, key: str, attempt: int, route: Route, error: Rdma
         prefill_replica=route.prefill_replica,
         decode_replica=route.decode_replica,
         code=error.code,
-        culprit=culprit[:2000],
-        message=str(error)[:2000],
+        culprit=text_field(culprit),
+        message=text_field(error.reason),
     )
 
 

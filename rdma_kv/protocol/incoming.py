@@ -28,7 +28,19 @@ from rdma_kv.errors import (
     TransferAborted,
     TransferTimeout,
 )
-from rdma_kv.messages import Abort, Ack, Done, Finish, Grant, Notification, Offer, Reject, Release
+from rdma_kv.messages import (
+    MAX_SLOTS_PER_MESSAGE,
+    Abort,
+    Ack,
+    Done,
+    Finish,
+    Grant,
+    Notification,
+    Offer,
+    Reject,
+    Release,
+    text_field,
+)
 from rdma_kv.planner import Box, LinkPlan, Tiling
 from rdma_kv.protocol.actions import (
     Action,
@@ -165,7 +177,7 @@ class IncomingTransfer:
         self.number = message.transfer
         refusal = self._refusal(message)
         if refusal is not None:
-            reject = SendMessage(Reject(self.number, refusal.code, str(refusal)[:2000]))
+            reject = SendMessage(Reject(self.number, refusal.code, text_field(refusal.reason)))
             return [reject, *self.fail(refusal, now, tell=False)]
         self._machine.step(_E.OFFER)
         available = [Interval(*span) for span in message.available]
@@ -180,19 +192,21 @@ class IncomingTransfer:
             return [] if self.state is not _S.EXPECTING else self._violation("FINISH before GRANT", now)
         if self._finish is not None or not self._answered:
             return self._violation("FINISH out of order", now)
+        if not self._slots.landed <= message.boxes <= self._slots.landed + len(self._slots.granted):
+            return self._violation(f"FINISH of {message.boxes} boxes, which cannot be", now)
         self._finish = message
         return self._advance(now)
 
     def released(self, message: Release, now: float) -> list[Action]:
         slots = {SlotRef(index, epoch) for index, epoch in message.slots}
-        if not slots <= self._slots.granted:
-            return self._violation("RELEASE of a slot that is not granted", now)
+        if not slots <= self._slots.granted or (self.state is _S.RECEIVING and self._finish is not None):
+            return self._violation("RELEASE of a slot that is not granted, or after FINISH", now)
         self._slots.granted -= slots
         self._slots.given -= len(slots)
         return [*(ReleaseSlot(slot) for slot in slots), *self._settle()]
 
     def started(self) -> list[Action]:
-        if self._listening or self._machine.ended:
+        if self._listening or self.settled or not self._link_up:
             return []
         self._listening = True
         return [Listen(on=True)]
@@ -206,11 +220,9 @@ class IncomingTransfer:
         if self.state is not _S.RECEIVING:  # late, but a proof
             return [ReleaseSlot(slot), *self._settle()]
         self._slots.landed += 1
-        layers, tokens = message.layers, message.tokens
-        tiling = self._tilings.get(message.move)
-        if layers[0] > layers[1] or tokens[0] > tokens[1] or tiling is None:
+        box, tiling = self._box(message), self._tilings.get(message.move)
+        if box is None or tiling is None:
             return [ReleaseSlot(slot), *self._violation("notification of a box outside the transfer", now)]
-        box = Box(message.move, Interval(*layers), Interval(*tokens))
         num_bytes = self.plan.box_bytes(box)
         if num_bytes > self.plan.chunk_bytes or not tiling.add(
             box.layers, box.tokens, self.plan.carried(box.move, box.tokens)
@@ -244,7 +256,7 @@ class IncomingTransfer:
 
     def link_lost(self, error: RdmaKvError, now: float) -> list[Action]:
         self._link_up = False
-        return [*self.fail(error, now, tell=False), *self._keep_grants()]
+        return [*self.fail(error, now, tell=False), *self._keep_grants(), *self._stop_listening()]
 
     # --- what came of actions ------------------------------------------------------------------------------------------
 
@@ -254,7 +266,9 @@ class IncomingTransfer:
         self._slots.granted.update(slots)
         self._slots.given += len(slots)
         ranges = [(span.start, span.end) for span in self.ranges or ()]
-        return [SendMessage(Grant(self.number, ranges, [(slot.index, slot.epoch) for slot in slots]))]
+        pairs = [(slot.index, slot.epoch) for slot in slots]
+        parts = [pairs[first : first + MAX_SLOTS_PER_MESSAGE] for first in range(0, len(pairs), MAX_SLOTS_PER_MESSAGE)]
+        return [SendMessage(Grant(self.number, ranges, part)) for part in parts or [[]]]
 
     def scattered(self, slot: SlotRef, now: float) -> list[Action]:
         self._slots.scattering.discard(slot)
@@ -301,6 +315,19 @@ class IncomingTransfer:
                 return RangeUnavailableError(self.key, self.state.name, text)
         return None
 
+    def _box(self, message: Notification) -> Box | None:
+        """The box that a notification names; None where it lies outside what this transfer brings."""
+        if message.move not in self._tilings or self.ranges is None:
+            return None
+        move = self.plan.move(message.move)
+        layers, tokens, range_ = message.layers, message.tokens, self.ranges[move.component]
+        if not (
+            move.layers.start <= layers[0] <= layers[1] <= move.layers.end
+            and range_.start <= tokens[0] <= tokens[1] <= range_.end
+        ):
+            return None
+        return Box(message.move, Interval(*layers), Interval(*tokens))
+
     def _advance(self, now: float) -> list[Action]:
         """DONE when FINISH is here and all its boxes are in the pages."""
         finish = self._finish
@@ -324,19 +351,22 @@ class IncomingTransfer:
         if self.error is None or self._slots.scattering:
             return []
         actions = self._report(self.error)
-        if self._slots.granted or self._machine.ended:
+        if self._slots.granted:
             return actions
         self._machine.step(_E.SETTLED)
         self.deadline = None
         return [*actions, *self._stop_listening()]
 
     def _keep_grants(self) -> list[Action]:
-        """No proof came: the grants stay held, and the transfer ends. (A scatter under way still reports by itself.)"""
+        """No proof came: the grants stay held, and the transfer ends. (A scatter under way still reports by itself.)
+
+        The transport is progressed further, or a WRITE into a held slot could never settle.
+        """
         if self.state is not _S.ABORTING:
             return []
         self._machine.step(_E.SETTLED)
         self.deadline = None
-        return [*(KeepSlot(slot) for slot in self._slots.granted), *self._settle(), *self._stop_listening()]
+        return [*(KeepSlot(slot) for slot in self._slots.granted), *self._settle()]
 
     def _stop_listening(self) -> list[Action]:
         if not self._listening:

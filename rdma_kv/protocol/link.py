@@ -21,7 +21,7 @@ from rdma_kv.errors import (
     RdmaKvError,
     RemoteProtocolError,
 )
-from rdma_kv.messages import PROTOCOL_VERSION, Bye, ComponentFacts, ControlMessage, Hello, TopologyFacts
+from rdma_kv.messages import PROTOCOL_VERSION, Bye, ComponentFacts, ControlMessage, Hello, TopologyFacts, text_field
 from rdma_kv.planner import check_pair
 from rdma_kv.protocol.machine import Machine
 from rdma_kv.topology import Component, ContextSplit, ModelSpec, TieBreak, Topology
@@ -39,7 +39,7 @@ class LinkState(Enum):
 class LinkEvent(Enum):
     HELLO = auto()
     MESSAGE = auto()
-    REFUSE = auto()  # we refuse the peer's HELLO
+    REFUSE = auto()  # we refuse the peer's HELLO, at once or when the shell has looked at it
     BYE = auto()
     LOST = auto()  # the stream ended or broke
     TIMEOUT = auto()
@@ -54,6 +54,7 @@ LINK_TABLE: dict[tuple[LinkState, LinkEvent], LinkState] = {
     (_S.GREETING, _E.LOST): _S.CLOSED,
     (_S.GREETING, _E.TIMEOUT): _S.CLOSED,
     (_S.UP, _E.MESSAGE): _S.UP,
+    (_S.UP, _E.REFUSE): _S.CLOSED,
     (_S.UP, _E.BYE): _S.CLOSED,
     (_S.UP, _E.LOST): _S.CLOSED,
 }
@@ -145,12 +146,11 @@ class Link:
         if self._machine.ended:
             return None
         if isinstance(message, Bye):
-            self._machine.step(_E.BYE)
-            self.error = _bye_error(self.peer, message)
+            self._end(_E.BYE, _bye_error(self.peer, message))
             return None
         if self.state is _S.UP:
             if isinstance(message, Hello):
-                return self._close(_E.LOST, RemoteProtocolError(self.peer, "a second HELLO"))
+                return self._close(_E.REFUSE, RemoteProtocolError(self.peer, "a second HELLO"))
             self._machine.step(_E.MESSAGE)
             return None
         if not isinstance(message, Hello):
@@ -168,29 +168,29 @@ class Link:
 
     def refuse(self, error: RdmaKvError) -> Bye:
         """We cannot have this peer, for a reason that only the shell knows (registry, double dial)."""
-        self.error = error
-        if self.state is _S.GREETING:
-            self._machine.step(_E.REFUSE)
-        return bye(error)
+        return self._close(_E.REFUSE, error)
 
     def lost(self, error: RdmaKvError | None = None) -> None:
         """The stream has ended or broken."""
-        if not self._machine.ended:
-            self._machine.step(_E.LOST)
-            self.error = error or PeerLostError(self.peer, "closed the control stream")
+        self._end(_E.LOST, error or PeerLostError(self.peer, "closed the control stream"))
 
     def tick(self, now: float) -> bool:
         """True where the deadline has just passed; the link is closed then."""
-        if self.deadline is None or now < self.deadline or self._machine.ended:
+        if self.deadline is None or now < self.deadline:
             return False
-        self._machine.step(_E.TIMEOUT)
-        self.error = PeerLostError(self.peer, "no HELLO in time")
+        self._end(_E.TIMEOUT, PeerLostError(self.peer, "no HELLO in time"))
         return True
 
     def _close(self, event: LinkEvent, error: RdmaKvError) -> Bye:
-        self._machine.step(event)
-        self.error = error
+        self._end(event, error)
         return bye(error)
+
+    def _end(self, event: LinkEvent, error: RdmaKvError) -> None:
+        """Close for a reason; the first one counts."""
+        if not self._machine.ended:
+            self._machine.step(event)
+            self.error = error
+            self.deadline = None
 
     def _check_expected(self, remote: Identity) -> None:
         if self.expected is not None and remote.id != self.expected:
@@ -206,9 +206,8 @@ def keeps_dialed(own: AgentId, peer: AgentId) -> bool:
 
 def bye(error: RdmaKvError) -> Bye:
     """How a refusal is told to the peer."""
-    field = getattr(error, "field", "")
-    text = str(error.args[0]) if error.args else type(error).__name__
-    return Bye(error.code, str(field)[:2000], text[:2000])
+    field = str(getattr(error, "field", ""))
+    return Bye(error.code, text_field(field), text_field(error.reason))
 
 
 def _bye_error(peer: str, message: Bye) -> RdmaKvError:

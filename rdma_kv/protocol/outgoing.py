@@ -8,8 +8,9 @@ RELEASE. When everything in the granted ranges is written and the caller has giv
 DONE ends the transfer; only that transition is success.
 
 After a failure no box starts. Source pages are safe when the running gathers are done: then the caller gets its error.
-The posted WRITEs are awaited for `quiesce_s`: if all succeeded (or none was posted), QUIESCED tells the target that its slots
-are free. A WRITE that failed, or that did not settle in time, keeps its local slot held: the transport may still read it.
+The posted WRITEs are awaited for `quiesce_s`: if all succeeded (or none was posted), QUIESCED tells the target that its
+slots are free. A WRITE that failed, or that did not settle in time, keeps its local slot held: the transport may still
+read it. Then only the grants that nothing was posted to go back, with RELEASE.
 """
 
 from __future__ import annotations
@@ -29,7 +30,18 @@ from rdma_kv.errors import (
     TransferAborted,
     TransferTimeout,
 )
-from rdma_kv.messages import Abort, Finish, Grant, Offer, Quiesced, Reject, Release, Start
+from rdma_kv.messages import (
+    MAX_COUNT,
+    MAX_SLOTS_PER_MESSAGE,
+    Abort,
+    Finish,
+    Grant,
+    Offer,
+    Quiesced,
+    Reject,
+    Release,
+    Start,
+)
 from rdma_kv.planner import Box, LinkPlan
 from rdma_kv.protocol.actions import (
     Action,
@@ -126,7 +138,7 @@ class OutgoingTransfer:
         self.deadline: float | None = deadline
         self.error: RdmaKvError | None = None
         self._quiesce_s = quiesce_s
-        self._timeout_ms = int(1000 * max(0.0, timeout_s))
+        self._timeout_ms = int(min(1000 * max(0.0, timeout_s), MAX_COUNT))
         self._machine: Machine[OutgoingState, OutgoingEvent] = Machine(_S.OFFERED, OUTGOING_TABLE, OUTGOING_TERMINAL)
         self._ranges: tuple[Interval, ...] | None = None
         self._pushed: list[tuple[int, Interval, Interval]] = []
@@ -176,11 +188,11 @@ class OutgoingTransfer:
             raise LocalProtocolError(f"push after finish of {self.key!r}")
         if self._machine.ended or self.state is _S.ABORTING:
             return []
-        self._pushed.append((component, layers, tokens))
         if self._ranges is None:
+            self._pushed.append((component, layers, tokens))
             self._want += len(self._cut(component, layers, tokens))
             return [SendMessage(self._offer())]
-        return self._enqueue([(component, layers, tokens)], now)
+        return self._enqueue([(component, layers, tokens)], self._want, now)
 
     def finish(self, metadata: dict[str, Any], now: float) -> list[Action]:
         """Nothing more will be pushed; `metadata` goes with the request."""
@@ -197,8 +209,12 @@ class OutgoingTransfer:
         if any(slot >= num_slots for slot, _ in message.slots):
             return self._violation(f"GRANT of a slot outside 0..{num_slots - 1}", now)
         self._machine.step(_E.GRANT)
+        slots = [SlotRef(slot, epoch) for slot, epoch in message.slots]
+        if self.state in {_S.ABORTING, _S.FAILED}:
+            return self._unused(*slots)
         if self.state is not _S.SENDING:
             return []
+        told = self._want
         if self._ranges is None:
             ranges = tuple(Interval(*span) for span in message.ranges if span[0] <= span[1])
             if len(ranges) != len(self.available) or not all(
@@ -210,10 +226,10 @@ class OutgoingTransfer:
             self._want = 0
         elif [tuple(span) for span in message.ranges] != [(r.start, r.end) for r in self._ranges]:
             return self._violation("GRANT changes the ranges", now)
-        self._grants += [SlotRef(slot, epoch) for slot, epoch in message.slots]
+        self._grants += slots
         pushed, self._pushed = self._pushed, []
-        actions = self._enqueue(pushed, now)
-        return actions + self._give_back_excess()
+        actions = self._enqueue(pushed, told, now)
+        return actions + (self._give_back(len(self._grants) - len(self._boxes)) if self.state is _S.SENDING else [])
 
     def done(self, now: float) -> list[Action]:
         if not self._machine.allows(_E.DONE):
@@ -252,14 +268,14 @@ class OutgoingTransfer:
 
     def gathered(self, slot: SlotRef) -> list[Action]:
         box, target = self._flight.gathering.pop(slot)
-        if self.state is _S.ABORTING:
-            return [ReleaseSlot(slot), *self._settle()]
+        if self.state is not _S.SENDING:
+            return [ReleaseSlot(slot), *self._unused(target), *self._settle()]
         self._flight.writing[slot] = (box, target)
         return [PostWrite(slot, target, box)]
 
     def gather_failed(self, slot: SlotRef, error: RdmaKvError, now: float) -> list[Action]:
-        del self._flight.gathering[slot]
-        return [ReleaseSlot(slot), *self.fail(error, now), *self._settle()]
+        _, target = self._flight.gathering.pop(slot)
+        return [ReleaseSlot(slot), *self._unused(target), *self.fail(error, now), *self._settle()]
 
     def written(self, slot: SlotRef, now: float) -> list[Action]:
         """The WRITE succeeded: its slot is no longer read. Also a late proof for a slot that was kept."""
@@ -269,9 +285,10 @@ class OutgoingTransfer:
 
     def write_failed(self, slot: SlotRef, error: RdmaKvError, now: float, *, posted: bool) -> list[Action]:
         """The WRITE failed. Where it was posted, nobody knows what it still reads, so the slot stays held."""
-        del self._flight.writing[slot]
+        _, target = self._flight.writing.pop(slot)
         self._flight.failed |= posted
-        return [KeepSlot(slot) if posted else ReleaseSlot(slot), *self.fail(error, now), *self._settle()]
+        local: list[Action] = [KeepSlot(slot)] if posted else [ReleaseSlot(slot), *self._unused(target)]
+        return [*local, *self.fail(error, now), *self._settle()]
 
     def tick(self, now: float) -> list[Action]:
         """The deadline may have passed."""
@@ -279,11 +296,9 @@ class OutgoingTransfer:
             return []
         if self.state is not _S.ABORTING:
             return self.fail(TransferTimeout(self.key, self.state.name, f"{self.peer} did not finish in time"), now)
-        self._flight.failed = True
-        self.deadline = None
+        self._flight.failed |= bool(self._flight.writing)
         kept: list[Action] = [KeepSlot(slot) for slot in self._flight.writing]
-        self._machine.step(_E.SETTLED)
-        return kept + self._report(self.error)
+        return [*kept, *self._end()]  # a gather under way still reports by itself
 
     def fail(self, error: RdmaKvError, now: float, *, tell: bool = True) -> list[Action]:
         """Give up. The first failure counts; after the end nothing happens."""
@@ -324,22 +339,28 @@ class OutgoingTransfer:
             for box in self.plan.cut(number, layers, span)
         ]
 
-    def _enqueue(self, pushed: list[tuple[int, Interval, Interval]], now: float) -> list[Action]:
-        before = self._want
+    def _enqueue(self, pushed: list[tuple[int, Interval, Interval]], told: int, now: float) -> list[Action]:
+        """Cut what was pushed into boxes; `told` is the number of boxes that the target knows of."""
         for component, layers, tokens in pushed:
             boxes = self._cut(component, layers, tokens)
             self._boxes += boxes
             self._want += len(boxes)
             self._left -= sum(box.layers.size * self.plan.carried(box.move, box.tokens) for box in boxes)
-        actions: list[Action] = [SendMessage(self._offer())] if self._want > before else []
+        actions: list[Action] = [SendMessage(self._offer())] if self._want != told else []
         return actions + self._advance(now)
 
-    def _give_back_excess(self) -> list[Action]:
-        excess = []
-        while len(self._grants) > len(self._boxes):
-            slot = self._grants.pop()
-            excess.append((slot.index, slot.epoch))
-        return [SendMessage(Release(self.number, excess))] if excess and self.state is _S.SENDING else []
+    def _give_back(self, count: int) -> list[Action]:
+        """RELEASE the last `count` grants: nothing was or will be posted to them."""
+        slots = [self._grants.pop() for _ in range(count)]
+        if not self._link_up:
+            return []
+        parts = [slots[first : first + MAX_SLOTS_PER_MESSAGE] for first in range(0, len(slots), MAX_SLOTS_PER_MESSAGE)]
+        return [SendMessage(Release(self.number, [(slot.index, slot.epoch) for slot in part])) for part in parts]
+
+    def _unused(self, *targets: SlotRef) -> list[Action]:
+        """Grants that no WRITE was posted to go back at the end of a failed transfer, or at once after it."""
+        self._grants += targets
+        return self._give_back(len(self._grants)) if self._machine.ended and self._flight.failed else []
 
     def _advance(self, now: float) -> list[Action]:
         """Send FINISH when all is written and the metadata is there."""
@@ -354,17 +375,19 @@ class OutgoingTransfer:
         return [SendMessage(Finish(self.number, self._flight.written, self._metadata))]
 
     def _settle(self) -> list[Action]:
-        """While aborting: report when the gathers are done, end when the WRITEs are."""
-        if self.state is not _S.ABORTING or self._flight.gathering:
+        """After a failure: report when the gathers are done, end when the WRITEs are."""
+        if self.error is None or self._flight.gathering:
             return []
         actions = self._report(self.error)
-        if self._flight.writing:
-            return actions
-        if not self._flight.failed and self._link_up:
-            actions.append(SendMessage(Quiesced(self.number)))
+        return actions if self._flight.writing or self._machine.ended else actions + self._end()
+
+    def _end(self) -> list[Action]:
+        """Stop, and tell the target what is proven: all its slots are free, or those that no WRITE was posted to."""
         self.deadline = None
         self._machine.step(_E.SETTLED)
-        return actions
+        if self._flight.failed:
+            return self._give_back(len(self._grants))
+        return [SendMessage(Quiesced(self.number))] if self._link_up else []
 
     def _report(self, error: RdmaKvError | None) -> list[Action]:
         if self._reported:

@@ -19,6 +19,7 @@ It is read at the first look-up and again when it has changed, so a deployment c
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +31,8 @@ from msgspec import Meta, Struct
 from rdma_kv.errors import ConfigError
 from rdma_kv.topology import ContextSplit, TieBreak, Topology
 from rdma_kv.types import AgentId, ReplicaId, Role
+
+_ADDRESS = re.compile(r"(\[(?P<v6>[^\[\]\s]+)\]|(?P<host>[^\[\]:\s]+)):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class StaticRegistry:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._stamp: tuple[int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = None
         self._engines: dict[str, EngineRecord] = {}
 
     def engine(self, name: str) -> EngineRecord:
@@ -112,7 +115,7 @@ class StaticRegistry:
     def _reload(self) -> None:
         try:
             stat = self._path.stat()
-            stamp = (stat.st_mtime_ns, stat.st_size)
+            stamp = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if stamp == self._stamp:
                 return
             text = self._path.read_bytes()
@@ -131,7 +134,7 @@ def parse_registry(text: bytes) -> dict[str, EngineRecord]:
     """
     try:
         content = msgspec.toml.decode(text, type=_RegistryFile)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, RecursionError) as exc:
         raise ConfigError("registry", str(exc)) from exc
     engines: dict[str, EngineRecord] = {}
     addresses: set[tuple[str, int]] = set()
@@ -178,11 +181,10 @@ def parse_address(text: str) -> tuple[str, int]:
     Raises:
         ConfigError: no host, no port, or a port outside 0..65535.
     """
-    host, _, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdigit() or int(port) > 65535:
-        raise ConfigError("address", f"{text!r} is not host:port")
-    return host, int(port)
+    match = _ADDRESS.fullmatch(text)
+    if match is None or int(match["port"]) > 65535:
+        raise ConfigError("address", f"{text!r} is not host:port; an IPv6 host stands in brackets")
+    return match["v6"] or match["host"], int(match["port"])
 
 
 def _bracket(host: str) -> str:

@@ -10,12 +10,15 @@ The laws know nothing of the machines' insides: they follow what each posted WRI
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 
 from hypothesis import settings
+from hypothesis import strategies as st
 
 from rdma_kv.errors import ErrorCode, LocalProtocolError, PeerLostError, RdmaKvError, TransferAborted, TransportError
 from rdma_kv.messages import (
@@ -161,6 +164,37 @@ def simple_case(total: int = 8, wanted: Span | None = None, **kind: object) -> C
     return Case(plan, ((0, total),), (wanted or (0, total),))
 
 
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """A transfer that can succeed: prefix hits, ends beyond what there is, empty ranges, pushes in pieces of any order."""
+    kinds = ({}, {}, {"tp": (2, 1)}, {"cp": (2, 1)}, {"cp": (1, 2), "interleave": 2}, {"second": True}, {"layers": 3})
+    total = draw(st.integers(0, 9))
+    plan = plan_of(
+        route_of(**draw(st.sampled_from(kinds))), total=total, chunk_bytes=draw(st.sampled_from([32, 64, 512]))
+    )
+    parts = plan.route.model.components
+    starts = [draw(st.integers(0, total)) for _ in parts]
+    wanted = tuple((start, draw(st.integers(start, total + 2))) for start in starts)
+    pushes = [
+        (index, layers, tokens)
+        for index, part in enumerate(parts)
+        for tokens in draw(pieces(total))
+        for layers in draw(pieces(len(part.layers)))
+    ]
+    return Case(plan, ((0, total),) * len(parts), wanted, tuple(draw(st.permutations(pushes))))
+
+
+@st.composite
+def pieces(draw: st.DrawFn, size: int) -> list[Span]:
+    """`[0, size)` in up to three pieces, in order; nothing where it is empty."""
+    ends = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
+    return list(pairwise(ends))
+
+
+# Which event comes next, again and again: two bytes a choice, and what is missing happens in a fixed order.
+choices = st.binary(max_size=400).map(lambda data: struct.unpack(f"{len(data) // 2}H", data[: len(data) // 2 * 2]))
+
+
 # --- the data plane ----------------------------------------------------------------------------------------------------
 
 
@@ -272,28 +306,26 @@ class Pair:
         self.told: list[Write] = []  # delivered at least once
         self.sent: Counter[str] = Counter()
         self.link_was_lost = False
-        self.at_rest_faults = 0
         self.legs = [self._leg(number, case, outgoing, incoming) for number, case in enumerate(cases, 1)]
 
     def _leg(self, number: int, case: Case, outgoing: OutgoingMaker, incoming: IncomingMaker) -> Leg:
         available = tuple(Interval(*span) for span in case.available)
         wanted = tuple(Interval(*span) for span in case.wanted)
-        totals = {"plan": replace(case.plan, total_tokens=tuple(span.end for span in available))}
         times = {"deadline": self.clock.now + TRANSFER_S + number, "quiesce_s": QUIESCE_S}
         key = f"key{number}"
         return Leg(
             number,
             case,
-            outgoing(number, key, 0, totals["plan"], available, peer="the decode agent", **times),
+            outgoing(number, key, 0, case.plan, available, peer="the decode agent", **times),
             incoming(key, 0, case.plan, wanted, peer="the prefill agent", **times),
         )
 
     # --- events ----------------------------------------------------------------------------------------------------
 
     def play(self, choices: Sequence[int]) -> None:
-        """As many events as there are choices; about every eighth is a fault, where faults may be."""
+        """As many events as there are choices; about every tenth is a fault, where faults may be."""
         for choice in choices:
-            number, kind = divmod(choice, 8)
+            number, kind = divmod(choice, 10)
             faults = list(self._faults()) if kind == 0 and self.faults else []
             events = faults or list(self._events())
             if not events:
@@ -532,6 +564,9 @@ class Pair:
     def deliver(self, side: Side, message: ControlMessage) -> None:
         """Hand a message to the machine that it is for, as the shell would."""
         assert hasattr(message, "transfer")
+        if isinstance(message, Abort) and message.transfer == 0:
+            self._aborted_by_name(side, message)
+            return
         leg, now = self.legs[message.transfer - 1], self.clock.now
         if side is self.prefill:
             match message:
@@ -568,6 +603,14 @@ class Pair:
                 self._in(leg, leg.incoming.quiesced())
             case Abort():
                 self._in(leg, leg.incoming.aborted(message, now))
+
+    def _aborted_by_name(self, side: Side, message: Abort) -> None:
+        """A receiver gave up before any OFFER came: the shell fails the call of that name."""
+        law(side is self.prefill, "a sender knows its number")
+        (leg,) = (leg for leg in self.legs if leg.outgoing.key == message.key)
+        if leg.offered:
+            error = TransferAborted(message.key, "test", message.message, cause=message.code)
+            self._out(leg, leg.outgoing.fail(error, self.clock.now))
 
     def _lose(self, side: Side) -> None:
         """One side notices that the link is gone. What it has sent may still arrive; what comes to it does not."""
@@ -629,7 +672,10 @@ class Pair:
                 case Gather(slot, box):
                     law(out.state is OutgoingState.SENDING, f"a gather begins in {out.state.name}")
                     law(not leg.outcomes["outgoing"], "source pages are read after their caller got them back")
-                    law(pool.is_live(slot, "decode") and pool.reason(slot) is Hold.GATHER, "a gather into a foreign slot")
+                    law(
+                        pool.is_live(slot, "decode") and pool.reason(slot) is Hold.GATHER,
+                        "a gather into a foreign slot",
+                    )
                     leg.gathering[slot] = box
                 case PostWrite(slot, target, box):
                     law(out.state is OutgoingState.SENDING, f"a WRITE is posted in {out.state.name}")
@@ -691,7 +737,10 @@ class Pair:
             law(side.pool.free + sum(side.pool.held().values()) == side.pool.total, "a slot was lost or made")
         for leg in self.legs:
             for machine in (leg.outgoing, leg.incoming):
-                law(machine.ended == (machine.deadline is None), f"{machine.state.name}: a deadline until the end, none after")
+                law(
+                    machine.ended == (machine.deadline is None),
+                    f"{machine.state.name}: a deadline until the end, none after",
+                )
             for which in ("outgoing", "incoming"):
                 law(len(leg.outcomes[which]) <= 1, f"two outcomes of {which}")
             if leg.incoming.state is IncomingState.DONE:
@@ -712,7 +761,10 @@ class Pair:
         law(all(write.settled for write in self.writes), "nobody listens, so a WRITE can never settle")
         self._check_holds()
         if not self.faults:
-            law(all(leg.outcome(side) is None for leg in self.legs for side in leg.outcomes), "a failure without a fault")
+            law(
+                all(leg.outcome(side) is None for leg in self.legs for side in leg.outcomes),
+                "a failure without a fault",
+            )
             law(self.prefill.pool.free == self.prefill.pool.total, "the sender lost a slot")
             law(self.decode.pool.free == self.decode.pool.total, "the receiver lost a slot")
 

@@ -1,0 +1,135 @@
+"""A request on its way in: what `Agent.receive` runs and returns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from rdma_kv.errors import RdmaKvError
+from rdma_kv.messages import Expect
+from rdma_kv.mover import Entry, StageTimes
+from rdma_kv.peer import Peer
+from rdma_kv.planner import Route
+from rdma_kv.protocol.incoming import IncomingTransfer
+from rdma_kv.registry.static import AgentRecord
+from rdma_kv.session import Call, Session, Shell, TokenRange
+from rdma_kv.types import Interval, ReplicaId
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What a receive brought.
+
+    Attributes:
+        source: the prefill replica that it came from.
+        tokens: range per component name that was moved; what was asked beyond it was not to be had.
+        metadata: what the sender attached, from its lowest sending rank.
+        received_bytes: payload.
+        seconds: from the call to the end.
+        times: seconds per stage on this side, summed over boxes.
+    """
+
+    source: ReplicaId
+    tokens: dict[str, TokenRange]
+    metadata: dict[str, Any]
+    received_bytes: int
+    seconds: float
+    times: StageTimes
+
+
+class Receiving:
+    """One call of `Agent.receive`.
+
+    Args:
+        sources: the prefill replicas it may come from; empty for any that offers it.
+    """
+
+    def __init__(self, shell: Shell, call: Call, sources: tuple[ReplicaId, ...], wanted: tuple[Interval, ...]) -> None:
+        self._shell = shell
+        self._call = call
+        self._wanted = wanted
+        allowed = frozenset(sources) or None
+        self._session = Session(
+            shell,
+            call,
+            sources,
+            find=lambda: shell.rendezvous.wait_for_offer(call.key, call.replica, allowed),
+            work=self._expect,
+        )
+
+    async def run(self) -> Received:
+        """Receive everything; see `Agent.receive`."""
+        session = self._session
+        session.start()
+        telling = [
+            asyncio.create_task(self._tell(record, source))
+            for source in session.others
+            for record in self._shell.registry.engine(source.engine).agents_of(source.index)
+        ]
+        try:
+            await session.outcome()
+        finally:
+            for task in telling:
+                task.cancel()
+            await asyncio.gather(*telling, return_exceptions=True)
+        return self._received()
+
+    async def _tell(self, record: AgentRecord, source: ReplicaId) -> None:
+        """EXPECT goes to every agent of every source, also to one that has no moves to us; it is not waited for."""
+        shell, call = self._shell, self._call
+        route = shell.route(call.key, call.replica, shell.registry.engine(source.engine), source.index)
+        try:
+            peer = await shell.links.peer(record)
+        except RdmaKvError as exc:
+            logger.info("cannot tell %s that %r is expected: %s", record.id, call.key, exc)
+            return
+        left_s = self._session.deadline - asyncio.get_running_loop().time()
+        peer.send(
+            Expect(
+                call.key,
+                call.attempt,
+                route.prefill_replica,
+                route.decode_replica,
+                route.digest,
+                [(span.start, span.end) for span in self._wanted],
+                int(1000 * max(0.0, left_s)),
+            )
+        )
+
+    def _expect(self, route: Route, peer: Peer) -> Entry:
+        """Open the transfer on one link."""
+        session, call = self._session, self._call
+        machine = IncomingTransfer(
+            call.key,
+            call.attempt,
+            self._shell.link_plan(route, peer.identity, tuple(span.end for span in self._wanted)),
+            self._wanted,
+            peer=str(peer.id),
+            deadline=session.deadline,
+            quiesce_s=self._shell.config.timeouts.quiesce,
+        )
+        entry = self._shell.mover.open_incoming(peer, machine, call.tables)
+        taken = ReplicaId(peer.id.engine, route.prefill_replica)
+        self._shell.rendezvous.refuse_others(call.key, call.replica, session.others, taken)
+        return entry
+
+    def _received(self) -> Received:
+        session = self._session
+        assert session.other is not None
+        names = [component.name for component in self._shell.config.model.components]
+        machines = [entry.machine for entry in session.entries.values()]
+        incoming = [machine for machine in machines if isinstance(machine, IncomingTransfer)]
+        incoming.sort(key=lambda machine: min(machine.plan.move(number).src for number in machine.plan.moves))
+        ranges = incoming[0].ranges if incoming else None
+        return Received(
+            source=session.other,
+            tokens={name: (span.start, span.end) for name, span in zip(names, ranges or (), strict=False)},
+            metadata=incoming[0].metadata if incoming else {},
+            received_bytes=sum(machine.received_bytes for machine in incoming),
+            seconds=asyncio.get_running_loop().time() - session.begin,
+            times=session.times,
+        )

@@ -1,0 +1,192 @@
+"""A request on its way out: what `Agent.send` returns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import msgspec
+
+from rdma_kv.errors import ConfigError, LocalProtocolError, RdmaKvError, TransferAborted
+from rdma_kv.messages import MAX_FRAME_BYTES
+from rdma_kv.mover import Entry, StageTimes
+from rdma_kv.peer import Peer
+from rdma_kv.planner import Route, Tiling
+from rdma_kv.protocol.outgoing import OutgoingTransfer
+from rdma_kv.session import Call, Session, Shell, TokenRange, interval
+from rdma_kv.types import Interval, ReplicaId
+
+logger = logging.getLogger(__name__)
+
+_MAX_METADATA_BYTES = MAX_FRAME_BYTES // 2
+
+
+class _Push(NamedTuple):
+    component: int
+    layers: Interval
+    tokens: Interval
+
+
+class Sending:
+    """A request on its way out; made by `Agent.send`, used with `async with`.
+
+    Attributes:
+        metadata: goes to the decode side with the request (first token, lengths, ...): MessagePack values by name.
+    """
+
+    def __init__(self, shell: Shell, call: Call, to: ReplicaId | None, available: tuple[Interval, ...]) -> None:
+        self.metadata: dict[str, Any] = {}
+        self._shell = shell
+        self._call = call
+        self._available = available
+        self._session = Session(
+            shell,
+            call,
+            (to,) if to is not None else (),
+            find=lambda: shell.rendezvous.wait_for_expect(call.key, call.replica),
+            work=self._offer,
+        )
+        components = shell.config.model.components
+        self._tilings = [
+            Tiling(Interval(0, len(part.layers)), span) for part, span in zip(components, available, strict=True)
+        ]
+        self._pushes: list[_Push] = []
+        self._state = "new"
+
+    @property
+    def to(self) -> ReplicaId | None:
+        """The decode replica, once known."""
+        return self._session.other
+
+    @property
+    def times(self) -> StageTimes:
+        """Seconds per stage on this side, summed over boxes."""
+        return self._session.times
+
+    async def __aenter__(self) -> Self:
+        if self._state != "new":
+            raise LocalProtocolError("a sending is used once")
+        self._session.start()
+        self._state = "open"
+        return self
+
+    async def push(
+        self,
+        tokens: TokenRange | None = None,
+        layers: tuple[int, int] | None = None,
+        *,
+        component: str | None = None,
+        ready: asyncio.Event | Awaitable[Any] | None = None,
+    ) -> None:
+        """These tokens of these layers are final in the source pages (once `ready` is set); they may go.
+
+        Args:
+            tokens: positions; all that `send` announced by default. A component without tokens goes with the last of them.
+            layers: global layer numbers; all by default.
+            component: one component by name; all by default.
+            ready: awaited first.
+
+        Raises:
+            ConfigError: outside what `send` announced.
+            LocalProtocolError: pushed already, or the block has ended.
+            RdmaKvError: the transfer has failed meanwhile.
+        """
+        if ready is not None:
+            await (ready.wait() if isinstance(ready, asyncio.Event) else ready)
+        if self._state != "open":
+            raise LocalProtocolError("push outside of the `async with` block")
+        if self._session.error is not None:
+            raise self._session.error
+        for push in self._split(tokens, layers, component):
+            if not self._tilings[push.component].add(push.layers, push.tokens):
+                raise LocalProtocolError(f"tokens {push.tokens} of layers {push.layers} were pushed before")
+            self._pushes.append(push)
+            for entry in self._session.entries.values():
+                self._shell.mover.push(entry, *push)
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        session = self._session
+        if error is not None:
+            self._state = "failed"
+            session.fail(
+                TransferAborted(self._call.key, "push", f"the block ended with {type(error).__name__}: {error}")
+            )
+            try:
+                await session.outcome()
+            except RdmaKvError as exc:
+                logger.debug("%s", exc)
+            return
+        self._state = "finished"
+        problem = _metadata_problem(self.metadata)
+        if problem is not None:
+            session.fail(problem)
+        for entry in session.entries.values():
+            self._shell.mover.finish(entry, self.metadata)
+        await session.outcome()
+
+    def _split(self, tokens: TokenRange | None, layers: tuple[int, int] | None, component: str | None) -> list[_Push]:
+        """What a push means, per component. Components that have none of the layers are left out."""
+        components = self._shell.config.model.components
+        if component is not None:
+            self._shell.config.model.component(component)
+        asked = None if tokens is None else interval("tokens", tokens)
+        which = None if layers is None else interval("layers", layers)
+        ends = [span.end for span, part in zip(self._available, components, strict=True) if part.has_tokens]
+        last = asked is None or asked.end >= max(ends, default=0)
+        pushes = []
+        for index, part in enumerate(components):
+            span = self._available[index]
+            if component not in {None, part.name} or not (part.has_tokens or component or last):
+                continue
+            if asked is not None and part.has_tokens:
+                if not span.contains(asked):
+                    raise ConfigError("tokens", f"{asked} is outside {span}, which send() announced for {part.name!r}")
+                span = asked
+            own_layers = Interval(0, len(part.layers)) if which is None else part.layers_within(which)
+            if span.size and own_layers.size:
+                pushes.append(_Push(index, own_layers, span))
+        return pushes
+
+    def _offer(self, route: Route, peer: Peer) -> Entry:
+        """Open the transfer on one link and hand it what was pushed so far."""
+        session, shell, call = self._session, self._shell, self._call
+        plan = shell.link_plan(route, peer.identity, tuple(span.end for span in self._available))
+        now = asyncio.get_running_loop().time()
+
+        def make(number: int) -> OutgoingTransfer:
+            return OutgoingTransfer(
+                number,
+                call.key,
+                call.attempt,
+                plan,
+                self._available,
+                peer=str(peer.id),
+                deadline=session.deadline,
+                quiesce_s=shell.config.timeouts.quiesce,
+                timeout_s=session.deadline - now,
+            )
+
+        shell.rendezvous.forget_expects(call.key, call.replica, ReplicaId(peer.id.engine, route.decode_replica))
+        entry = shell.mover.open_outgoing(peer, make, call.tables)
+        for push in self._pushes:
+            shell.mover.push(entry, *push)
+        if self._state == "finished":
+            shell.mover.finish(entry, self.metadata)
+        return entry
+
+
+def _metadata_problem(metadata: dict[str, Any]) -> ConfigError | None:
+    try:
+        size = len(msgspec.msgpack.encode(metadata))
+    except (TypeError, ValueError) as exc:
+        return ConfigError("metadata", f"cannot be sent as MessagePack: {exc}")
+    if size > _MAX_METADATA_BYTES:
+        return ConfigError("metadata", f"{size} bytes; at most {_MAX_METADATA_BYTES}")
+    if not all(isinstance(name, str) for name in metadata):
+        return ConfigError("metadata", "names must be strings")
+    return None
