@@ -162,7 +162,8 @@ class Agent:
 
         Args:
             key: the request's name, the same on both sides.
-            pages: the request's page table; `pages[i]` holds tokens `[i * page_size, (i + 1) * page_size)`.
+            pages: the request's page table; `pages[i]` holds tokens `[i * page_size, (i + 1) * page_size)`. Under context
+                parallelism each rank counts the tokens that it keeps.
             to: the decode replica; None for the first that expects the key.
             tokens: positions that will be pushed: a count n for `[0, n)`, a range, or a range per component.
             timeout_s: for the whole transfer.

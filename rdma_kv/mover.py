@@ -458,6 +458,7 @@ class Mover:
             case SendMessage(message):
                 entry.peer.send(message)
             case Gather(slot, box):
+                self.counters["boxes"] += 1
                 self._tasks.spawn(self._gather(entry, slot, box), f"gather {entry.machine.key}")
             case PostWrite(slot, target, box):
                 self._pool.change(slot, Hold.WRITE)
@@ -465,6 +466,7 @@ class Mover:
                 entry.writes.add(task)
                 task.add_done_callback(entry.writes.discard)
             case Scatter(slot, box):
+                self.counters["boxes"] += 1
                 self._pool.change(slot, Hold.SCATTER)
                 self._tasks.spawn(self._scatter(entry, slot, box), f"scatter {entry.machine.key}")
             case ReleaseSlot(slot):

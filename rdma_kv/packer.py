@@ -22,7 +22,7 @@ from rdma_kv.kernels.launch import Chunk
 from rdma_kv.kernels.reference import gather, scatter
 from rdma_kv.layout import KvLayout
 from rdma_kv.memory import locate_all
-from rdma_kv.planner import Box, LinkPlan, PageTables, check_pages, token_offsets
+from rdma_kv.planner import Box, LinkPlan, PageTables, TokenShare, check_pages, token_offsets
 from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.types import Owned, Role
 
@@ -141,15 +141,15 @@ class Packer:
             pages = dict.fromkeys(names, pages)
         tables = []
         for index, name in enumerate(names):
-            pools = [
-                self._pools[index, o.rank]
-                for o in self._owns
-                if o.replica == replica and (index, o.rank) in self._pools
-            ]
-            num_pages = min((pool.layout.num_pages for pool in pools), default=1 << 62)
-            page_size = pools[0].layout.page_size if pools else 1
-            needed = -(-ends[index] // page_size // self._topology.cp)
-            tables.append(check_pages(f"pages[{name!r}]", pages[name], num_pages, needed if pools else 0))
+            num_pages, needed = 1 << 62, 0
+            for owned in self._owns:
+                pool = self._pools.get((index, owned.rank))
+                if owned.replica == replica and pool is not None:
+                    page_size, context = pool.layout.page_size, self._topology.place(owned.rank)[1]
+                    share = TokenShare(self._topology, context, page_size, ends[index])
+                    num_pages = min(num_pages, pool.layout.num_pages)
+                    needed = max(needed, -(-share.kept // page_size))
+            tables.append(check_pages(f"pages[{name!r}]", pages[name], num_pages, needed))
         return PageTables(replica, tuple(tables))
 
     # --- work ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from rdma_kv.layout import KvLayout
 from rdma_kv.topology import Component, ModelSpec, TieBreak, Topology
 from rdma_kv.types import Interval
 
+Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 
 _PREFERRED_BOX_TOKENS = 64  # a box keeps at least this many tokens together before it gives up layers
@@ -126,6 +127,11 @@ def _stage_overlaps(src: list[Interval], dst: list[Interval]) -> list[tuple[int,
     return overlaps
 
 
+def _tie_break_classes(component: Component, prefill: Topology, decode: Topology) -> int:
+    """max(1, n//m) of the rule, one number for all heads: only k modulo it matters."""
+    return max(1, component.holders_of_a_head(prefill.attention_tp) // component.holders_of_a_head(decode.attention_tp))
+
+
 @lru_cache(maxsize=256)
 def _pattern(
     component: Component, prefill: Topology, decode: Topology, tie_break: int
@@ -177,10 +183,10 @@ class Route:
 
     def _component_moves(self, index: int, component: Component) -> list[Move]:
         """Moves of one component, sorted by (src, dst, layers, heads)."""
-        p, d = self.prefill.attention_tp, self.decode.attention_tp
-        spread = max(1, component.holders_of_a_head(p) // component.holders_of_a_head(d))
-        pattern = _pattern(component, self.prefill, self.decode, self.tie_break_index % spread)
-        first_src, first_dst = self.prefill_replica * p, self.decode_replica * d
+        classes = _tie_break_classes(component, self.prefill, self.decode)
+        pattern = _pattern(component, self.prefill, self.decode, self.tie_break_index % classes)
+        first_src = self.prefill_replica * self.prefill.attention_tp
+        first_dst = self.decode_replica * self.decode.attention_tp
         return [Move(index, first_src + src, first_dst + dst, layers, heads) for src, dst, layers, heads in pattern]
 
     @cached_property
@@ -209,6 +215,77 @@ class Route:
 
 def _topology_facts(topology: Topology) -> tuple[object, ...]:
     return (topology.tp, topology.pp, topology.cp, topology.dp, topology.layers_per_stage, str(topology.cp_split))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RouteTable:
+    """The moves of all pairs of replicas of two engines, one row each: int32 `[moves]` a column.
+
+    Sorted by component, prefill replica, decode replica; inside a pair the rows are in the order of `Route.moves`.
+    The columns mean what the fields of `Move` do; layers and heads are half-open.
+    """
+
+    component: Int32Array
+    prefill_replica: Int32Array
+    decode_replica: Int32Array
+    src: Int32Array
+    dst: Int32Array
+    layer_start: Int32Array
+    layer_end: Int32Array
+    head_start: Int32Array
+    head_end: Int32Array
+
+    def __len__(self) -> int:
+        return int(self.src.size)
+
+
+def route_table(model: ModelSpec, prefill: Topology, decode: Topology) -> RouteTable:
+    """The moves of `Route(model, prefill, decode, p, d)` for all pairs (p, d), with the tie-break `TieBreak.REPLICA`.
+
+    No loop runs over pairs, so it serves engines of thousands of replicas. A move takes 36 bytes.
+
+    Raises:
+        ConfigError: the engines cannot exchange KV.
+    """
+    check_pair(model, prefill, decode)
+    patterns = [_patterns(component, prefill, decode) for component in model.components]
+    ends = [0, *accumulate(prefill.dp * decode.dp * pattern.shape[2] for pattern in patterns)]
+    columns = np.empty((9, ends[-1]), dtype=np.int32)
+    for index, (pattern, (start, end)) in enumerate(zip(patterns, pairwise(ends), strict=True)):
+        _fill_pairs(columns[:, start:end], index, pattern, prefill, decode)
+    return RouteTable(*columns)
+
+
+def _patterns(component: Component, prefill: Topology, decode: Topology) -> Int32Array:
+    """int32 `[6, tie-break classes, moves]`: src, dst, layer start and end, head start and end of `_pattern`.
+
+    Row d % classes is that of decode replica d. All classes have equally many moves: where there is more than one, each
+    prefill rank holds one head, so nothing joins, and a class names one sender per stage, context, head and decode rank.
+    """
+    classes = min(_tie_break_classes(component, prefill, decode), decode.dp)
+    moves = [
+        [
+            (src, dst, layers.start, layers.end, heads.start, heads.end)
+            for src, dst, layers, heads in _pattern(component, prefill, decode, tie_break)
+        ]
+        for tie_break in range(classes)
+    ]
+    return np.ascontiguousarray(np.array(moves, dtype=np.int32).reshape(classes, -1, 6).transpose(2, 0, 1))
+
+
+def _fill_pairs(columns: Int32Array, component: int, pattern: Int32Array, prefill: Topology, decode: Topology) -> None:
+    """Fill int32 `[9, moves]`, in the order of `RouteTable`'s fields, with one component's moves of all pairs."""
+    grid = columns.reshape(9, prefill.dp, decode.dp, pattern.shape[2])
+    prefill_replica = np.arange(prefill.dp, dtype=np.int32)[:, None, None]
+    decode_replica = np.arange(decode.dp, dtype=np.int32)[:, None]
+    src, dst, *spans = pattern[:, np.arange(decode.dp) % pattern.shape[1]]  # each [decode replicas, moves of a pair]
+    grid[0] = component
+    grid[1] = prefill_replica
+    grid[2] = decode_replica
+    np.add(src, prefill_replica * prefill.attention_tp, out=grid[3])
+    grid[4] = dst + decode_replica * decode.attention_tp
+    for column, span in enumerate(spans, 5):
+        grid[column] = span
 
 
 # --- token positions under context parallelism -------------------------------------------------------------------------
@@ -250,6 +327,17 @@ class TokenShare:
             return positions - self._contiguous().start
         local: Int64Array = positions // (interleave * self.topology.cp) * interleave + positions % interleave
         return local
+
+    @property
+    def kept(self) -> int:
+        """How many of `[0, total_tokens)` this rank keeps."""
+        if self.topology.cp == 1:
+            return self.total_tokens
+        interleave = self.topology.cp_split.interleave
+        if not interleave:
+            return self._contiguous().size
+        rounds, rest = divmod(self.total_tokens, interleave * self.topology.cp)
+        return rounds * interleave + min(max(rest - self.context * interleave, 0), interleave)
 
     def _contiguous(self) -> Interval:
         pages = -(-self.total_tokens // self.page_size)

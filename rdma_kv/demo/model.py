@@ -1,4 +1,9 @@
-"""A small Qwen2 model with seeded random weights: KV that means something, without a download.
+"""Small models with seeded random weights: KV that means something, without a download.
+
+`qwen2` is grouped-query attention and caches K and V. `mla` is DeepSeek-V3's multi-head latent attention with a small
+mixture of experts, and caches what such an engine caches: per token and layer one latent of 64 elements, after its norm,
+and one rotated key of 16, shared by all heads. Per-head keys and values are made from them in every step, by the
+library's own layer, and kept nowhere.
 
 Plain random weights prove nothing: with the usual initialisation a model repeats one token whatever the cache holds. The
 weights here are drawn wider (`WEIGHT_STD`), which makes greedy decoding sensitive: most generated tokens are distinct,
@@ -8,8 +13,10 @@ What is compared. A run of `count` decode steps has `count + 1` output tokens: t
 travels as metadata, the others come from decode steps over the KV. `undivided` gives all of them from one plain run,
 `prefill` gives the first and the KV, `generate` the rest from a KV array alone.
 
-KV arrays are float32 `[layers, kv, tokens, kv_heads, head_dim]`, with kv 0 = K and 1 = V. float32 on one thread with
-eager attention is bit-reproducible: equal KV gives equal tokens in any process of the same machine.
+KV arrays are float32 `[layers, kv, tokens, heads, dim]`: `[layers, 2, tokens, kv_heads, 32]` with kv 0 = K and 1 = V, or
+`[layers, 1, tokens, 1, 80]` for a latent and its rotated key, in this order. float32 on one thread with eager attention
+and eager experts is bit-reproducible: equal KV gives equal tokens in any process of the same machine. Routing to experts
+is a choice and could jump at the smallest difference; from equal bits it chooses equally.
 
 torch and transformers are imported when a model is built, never by importing this module. They take seconds, so a
 parent that wants several processes calls `warm` and then forks: nothing here starts a thread.
@@ -18,8 +25,9 @@ parent that wants several processes calls `warm` and then forks: nothing here st
 from __future__ import annotations
 
 import hashlib
+import inspect
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,14 +39,22 @@ from rdma_kv.topology import ModelSpec
 
 KvArray = npt.NDArray[np.float32]
 
+MODELS = ("qwen2", "mla")
 KV_HEADS = (1, 2, 4, 8)
+DEFAULT_KV_HEADS = 4
 QUERY_HEADS = 8
-HEAD_DIM = 32
+HEAD_DIM = 32  # mla: of V and of the part of K that is not rotated
+LATENT_RANK = 64
+LATENT_ROPE = 16  # elements of the one rotated key
+LATENT_DIM = LATENT_RANK + LATENT_ROPE
+QUERY_RANK = 96  # of mla
+EXPERTS = 4  # of mla, beside one for all tokens; the first layer is dense
+EXPERTS_PER_TOKEN = 2
 VOCAB = 512
 MAX_POSITIONS = 1024
 ROPE_THETA = 10_000.0
 WEIGHT_STD = 0.08
-"""Four times the usual 0.02: about 15 of 16 greedy tokens are distinct; with 0.02 it is about 2 of 16."""
+"""Four times the usual 0.02: about 15 of 16 greedy tokens are distinct with both models; with 0.02 qwen2 has about 2."""
 
 SHORTEST_PROMPT = 24
 LONGEST_PROMPT = 120
@@ -53,7 +69,9 @@ class ModelShape:
     Attributes:
         seed: of the weights.
         layers: decoder layers.
-        kv_heads: total K of the model, one of `KV_HEADS`; there are 8 query heads of 32 elements.
+        kv_heads: total K of the model, one of `KV_HEADS`; there are 8 query heads of 32 elements. A latent counts as one
+            head: with `mla` it is 1, whether that or the default is given, and nothing else is taken.
+        model: one of `MODELS`.
 
     Raises:
         ConfigError: a value that cannot work, under the name of its option.
@@ -61,24 +79,42 @@ class ModelShape:
 
     seed: int = 0
     layers: int = 4
-    kv_heads: int = 4
+    kv_heads: int = DEFAULT_KV_HEADS
+    model: str = "qwen2"
 
     def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ConfigError("--model", f"unknown {self.model!r}; use one of {', '.join(MODELS)}")
         if self.seed < 0:
             raise ConfigError("--seed", f"{self.seed} is negative")
         if self.layers < 1:
             raise ConfigError("--layers", f"{self.layers}; the model needs a layer")
-        if self.kv_heads not in KV_HEADS:
+        if self.model == "mla":
+            if self.kv_heads not in {1, DEFAULT_KV_HEADS}:
+                raise ConfigError("--kv-heads", f"{self.kv_heads}; mla keeps one latent for all heads, leave it out")
+            object.__setattr__(self, "kv_heads", 1)
+        elif self.kv_heads not in KV_HEADS:
             raise ConfigError("--kv-heads", f"{self.kv_heads}; use one of {', '.join(map(str, KV_HEADS))}")
 
     @property
     def fingerprint(self) -> str:
         """Covers config, rope and weights: 32 hex digits."""
-        parts = ("qwen2", self.seed, self.layers, self.kv_heads, QUERY_HEADS, HEAD_DIM, VOCAB, ROPE_THETA, WEIGHT_STD)
+        parts: tuple[object, ...] = (self.model, self.seed, self.layers, self.kv_heads, QUERY_HEADS, HEAD_DIM, VOCAB)
+        parts += (ROPE_THETA, WEIGHT_STD)
+        if self.model == "mla":
+            parts += (LATENT_RANK, LATENT_ROPE, QUERY_RANK, EXPERTS, EXPERTS_PER_TOKEN)
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def spec(self) -> ModelSpec:
-        """One float32 component `kv` with rows of 128 bytes."""
+        """One float32 component `kv`: rows of 128 bytes, or a replicated latent of 320 bytes."""
+        if self.model == "mla":
+            return ModelSpec.mla(
+                layers=self.layers,
+                latent_dim=LATENT_DIM,
+                itemsize=4,
+                dtype="float32",
+                fingerprint=self.fingerprint,
+            )
         return ModelSpec.gqa(
             layers=self.layers,
             kv_heads=self.kv_heads,
@@ -87,6 +123,12 @@ class ModelShape:
             dtype="float32",
             fingerprint=self.fingerprint,
         )
+
+    def kv_shape(self, tokens: int) -> tuple[int, int, int, int, int]:
+        """Shape of the KV array of `tokens` tokens, `[layers, kv, tokens, heads, dim]`."""
+        if self.model == "mla":
+            return self.layers, 1, tokens, 1, LATENT_DIM
+        return self.layers, 2, tokens, self.kv_heads, HEAD_DIM
 
     def prompts(self, requests: int, seed: int) -> list[list[int]]:
         """Random prompts of 24..120 tokens.
@@ -118,9 +160,12 @@ class DemoModel:
     Sets torch to one thread for the whole process: results stay bit-reproducible and a later `fork` is safe.
     """
 
-    def __init__(self, seed: int = 0, layers: int = 4, kv_heads: int = 4) -> None:
-        self.shape = ModelShape(seed, layers, kv_heads)
-        self._torch, self._new_cache, self._model = _build(self.shape)
+    def __init__(self, seed: int = 0, layers: int = 4, kv_heads: int = DEFAULT_KV_HEADS, model: str = "qwen2") -> None:
+        self.shape = ModelShape(seed, layers, kv_heads, model)
+        self._family = _FAMILIES[model]
+        self._torch, self._new_cache, self._model = _build(self.shape, self._family)
+        names = inspect.signature(self._model.forward).parameters
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"  # later versions of transformers 5 have renamed it
 
     def spec(self) -> ModelSpec:
         return self.shape.spec()
@@ -132,15 +177,17 @@ class DemoModel:
         """Run a whole prompt once.
 
         Returns:
-            KV of all its tokens, a float32 array `[layers, 2, tokens, kv_heads, head_dim]` that the caller owns, and
-            the greedy token that follows.
+            KV of all its tokens, a float32 array of the shape's `kv_shape` that the caller owns, and the greedy token
+            that follows.
+
+        Raises:
+            ConfigError: the installed transformers does not cache latents.
         """
         cache = self._new_cache()
         logits = self._forward(tokens, cache)
-        kv = np.empty((self.shape.layers, 2, len(tokens), self.shape.kv_heads, HEAD_DIM), np.float32)
+        kv = np.empty(self.shape.kv_shape(len(tokens)), np.float32)
         for index, layer in enumerate(cache.layers):
-            kv[index, 0] = layer.keys[0].transpose(0, 1).numpy()  # kept as [1, kv_heads, tokens, head_dim]
-            kv[index, 1] = layer.values[0].transpose(0, 1).numpy()
+            kv[index] = self._family.join(layer.keys[0].numpy(), layer.values[0].numpy()).swapaxes(1, 2)
         first = int(logits.argmax())
         extras: dict[str, int | float | str] = {
             "prompt_tokens": len(tokens),
@@ -153,14 +200,14 @@ class DemoModel:
         """Greedy tokens of `count` decode steps over nothing but `kv` and the first token; `kv` is only read.
 
         Args:
-            kv: float32 `[layers, 2, tokens, kv_heads, head_dim]`, all tokens of the prompt.
+            kv: float32 of the shape's `kv_shape`, all tokens of the prompt.
         """
-        expected = (self.shape.layers, 2, kv.shape[2] if kv.ndim == 5 else 0, self.shape.kv_heads, HEAD_DIM)
+        expected = self.shape.kv_shape(kv.shape[2] if kv.ndim == 5 else 0)
         if kv.shape != expected or kv.dtype != np.float32:
             raise LocalProtocolError(f"kv is {kv.dtype} {kv.shape}; the model takes float32 {expected}")
         cache = self._new_cache()
-        for index, layer in enumerate(kv.transpose(0, 1, 3, 2, 4)):
-            keys, values = (self._torch.from_numpy(plane.copy())[None] for plane in layer)
+        for index, layer in enumerate(kv.swapaxes(2, 3)):
+            keys, values = (self._torch.from_numpy(plane.copy())[None] for plane in self._family.split(layer))
             cache.update(keys, values, index)
         return self._decode(cache, first_token, count)
 
@@ -185,25 +232,37 @@ class DemoModel:
             raise LocalProtocolError(f"more than {MAX_POSITIONS} positions")
         with self._torch.inference_mode():
             ids = self._torch.tensor([list(tokens)])
-            return self._model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+            arguments = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
+            return self._model(input_ids=ids, **arguments).logits[0, -1]
 
 
 def warm(shape: ModelShape) -> DemoModel:
     """Import, build and run once, so that children made by `os.fork` start in milliseconds and use the same model.
 
     Starts no thread and opens no socket; fork before anything else does (a NIXL agent, an event loop's executor).
+
+    Raises:
+        ConfigError: the installed transformers does not cache latents.
     """
-    model = DemoModel(shape.seed, shape.layers, shape.kv_heads)
-    model.undivided([0, 1], 1)
+    model = DemoModel(shape.seed, shape.layers, shape.kv_heads, shape.model)
+    kv, first, _ = model.prefill([0, 1])
+    model.generate(kv, first, 1)
     return model
 
 
-def _build(shape: ModelShape) -> tuple[Any, Any, Any]:
-    """(torch, the class of a KV cache, the model in eval mode)."""
-    import torch
+class _Family(NamedTuple):
+    """One architecture: how it is made, and what its cache holds.
 
-    torch.set_num_threads(1)  # before the first op: a pool of threads that exists is not shut down again
-    from transformers.cache_utils import DynamicCache
+    `join` and `split` go between the two tensors of a layer's cache, each `[heads, tokens, dim]`, and the layer's KV
+    `[kv, heads, tokens, dim]`.
+    """
+
+    make: Callable[[ModelShape], Any]
+    join: Callable[[KvArray, KvArray], KvArray]
+    split: Callable[[KvArray], tuple[KvArray, KvArray]]
+
+
+def _make_qwen2(shape: ModelShape) -> Any:  # noqa: ANN401  torch is not typed here
     from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
     from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 
@@ -219,8 +278,75 @@ def _build(shape: ModelShape) -> tuple[Any, Any, Any]:
         tie_word_embeddings=False,
         attn_implementation="eager",
     )
+    return Qwen2ForCausalLM(config)
+
+
+def _make_mla(shape: ModelShape) -> Any:  # noqa: ANN401  torch is not typed here
+    from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=QUERY_HEADS * HEAD_DIM,
+        intermediate_size=2 * QUERY_HEADS * HEAD_DIM,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=QUERY_HEADS,
+        num_key_value_heads=QUERY_HEADS,  # after the latents are expanded
+        q_lora_rank=QUERY_RANK,
+        kv_lora_rank=LATENT_RANK,
+        qk_nope_head_dim=HEAD_DIM,
+        qk_rope_head_dim=LATENT_ROPE,
+        v_head_dim=HEAD_DIM,
+        first_k_dense_replace=1,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=EXPERTS_PER_TOKEN,
+        n_shared_experts=1,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=QUERY_HEADS * HEAD_DIM // EXPERTS_PER_TOKEN,
+        max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
+        tie_word_embeddings=False,
+        attn_implementation="eager",
+        experts_implementation="eager",  # the default picks a kernel by what the machine has
+    )
+    return DeepseekV3ForCausalLM(config)
+
+
+def _join_heads(keys: KvArray, values: KvArray) -> KvArray:
+    return np.stack([keys, values])
+
+
+def _split_heads(layer: KvArray) -> tuple[KvArray, KvArray]:
+    return layer[0], layer[1]
+
+
+def _join_latent(latents: KvArray, rotated: KvArray) -> KvArray:
+    """The cache's `keys` are latents and its `values` rotated keys, one head each."""
+    if (latents.shape[0], latents.shape[2], rotated.shape[2]) != (1, LATENT_RANK, LATENT_ROPE):
+        raise ConfigError("transformers", "this version caches expanded keys and values for mla; use 5.15 or later")
+    return np.concatenate([latents, rotated], axis=-1)[None]
+
+
+def _split_latent(layer: KvArray) -> tuple[KvArray, KvArray]:
+    return layer[0, ..., :LATENT_RANK], layer[0, ..., LATENT_RANK:]
+
+
+_FAMILIES = {
+    "qwen2": _Family(_make_qwen2, _join_heads, _split_heads),
+    "mla": _Family(_make_mla, _join_latent, _split_latent),
+}
+
+
+def _build(shape: ModelShape, family: _Family) -> tuple[Any, Any, Any]:
+    """(torch, the class of a KV cache, the model in eval mode)."""
+    import torch
+
+    torch.set_num_threads(1)  # before the first op: a pool of threads that exists is not shut down again
+    from transformers.cache_utils import DynamicCache
+
     with torch.random.fork_rng(devices=[]):  # the constructor draws weights of its own; the caller's state stays
-        model = Qwen2ForCausalLM(config).to(torch.float32).eval()
+        model = family.make(shape).to(torch.float32).eval()
     with torch.inference_mode():
         for name, parameter in model.named_parameters():
             if "norm" in name:

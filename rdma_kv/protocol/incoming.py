@@ -313,6 +313,10 @@ class IncomingTransfer:
             if want.size and want.start < end and want.start < start:
                 text = f"tokens {want} wanted, [{start},{end}) available"
                 return RangeUnavailableError(self.key, self.state.name, text)
+            decode = self.plan.route.decode
+            if decode.cp > 1 and not decode.cp_split.interleave and want.end < end:
+                text = f"a contiguous context split is over the whole prompt of {end} tokens; only {want} are wanted"
+                return RangeUnavailableError(self.key, self.state.name, text)
         return None
 
     def _box(self, message: Notification) -> Box | None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,12 +40,15 @@ def cell(request: int, layers: range, kv: int, heads: range, positions: np.ndarr
 
 @dataclass
 class RankMemory:
-    """One rank's pool as its engine would shape it."""
+    """One rank's pool of one component as its engine would shape it."""
 
+    component: int
     layout: KvLayout
     array: np.ndarray  # shaped
     layers: range
     heads: range
+    rank: int = 0
+    topology: Topology | None = None
 
     def rows(self, page: int, token: int) -> np.ndarray:
         """View `[layers, kv, heads, row]` of one token."""
@@ -51,16 +56,33 @@ class RankMemory:
             return self.array[:, :, page, :, token]
         return self.array[:, :, page, token]
 
+    def kept(self, total: int) -> list[int]:
+        """Positions of a prompt that this rank keeps, in its own order; by hand, not by the planner."""
+        if self.topology is None or self.topology.cp == 1:
+            return list(range(total))
+        cp, context = self.topology.cp, self.topology.place(self.rank)[1]
+        interleave = self.topology.cp_split.interleave
+        if interleave:
+            return [t for t in range(total) if t // interleave % cp == context]
+        pages = [list(range(a, min(a + self.layout.page_size, total))) for a in range(0, total, self.layout.page_size)]
+        sizes = [len(pages) // cp + (c < len(pages) % cp) for c in range(cp)]
+        first = sum(sizes[:context])
+        return [t for page in pages[first : first + sizes[context]] for t in page]
+
     def fill(self, request: int, pages: Sequence[int], tokens: int) -> None:
-        data = cell(request, self.layers, self.layout.kv_factor, self.heads, np.arange(tokens), self.layout.row_bytes)
-        for position in range(tokens):
-            page, token = pages[position // self.layout.page_size], position % self.layout.page_size
+        seed = component_seed(self.component, request)
+        data = cell(seed, self.layers, self.layout.kv_factor, self.heads, np.arange(tokens), self.layout.row_bytes)
+        for place, position in enumerate(self.kept(tokens)):
+            page, token = pages[place // self.layout.page_size], place % self.layout.page_size
             self.rows(page, token)[:] = data[:, :, position]
 
     def check(self, request: int, pages: Sequence[int], start: int, end: int) -> None:
-        data = cell(request, self.layers, self.layout.kv_factor, self.heads, np.arange(end), self.layout.row_bytes)
-        for position in range(start, end):
-            page, token = pages[position // self.layout.page_size], position % self.layout.page_size
+        seed = component_seed(self.component, request)
+        data = cell(seed, self.layers, self.layout.kv_factor, self.heads, np.arange(end), self.layout.row_bytes)
+        for place, position in enumerate(self.kept(end)):
+            if position < start:
+                continue
+            page, token = pages[place // self.layout.page_size], place % self.layout.page_size
             np.testing.assert_array_equal(
                 self.rows(page, token), data[:, :, position], err_msg=f"request {request}, token {position}"
             )
@@ -75,18 +97,25 @@ class RankMemory:
         }
 
 
+def component_seed(index: int, request: int) -> int:
+    """Components of one request hold different bytes."""
+    return request + 1000 * index
+
+
 def make_memory(
-    model: ModelSpec, topology: Topology, rank: int, *, pages: int, page_size: int, kind: str
+    model: ModelSpec, topology: Topology, rank: int, *, component: int, pages: int, page_size: int, kind: str
 ) -> RankMemory:
-    component = model.components[0]
-    layers = topology.stage_layers(topology.place(rank)[0])
-    heads = component.heads_of(topology.attention_rank(rank), topology.attention_tp)
-    count, kv, row = layers.size, component.kv_factor, component.row_bytes
+    spec = model.components[component]
+    layers = spec.layers_within(topology.stage_layers(topology.place(rank)[0]))
+    heads = spec.heads_of(topology.attention_rank(rank), topology.attention_tp)
+    count, kv, row = layers.size, spec.kv_factor, spec.row_bytes
     make: Callable[..., KvLayout] = KvLayout.hnd if kind == "hnd" else KvLayout.nhd
     layout = make(layers=count, pages=pages, page_size=page_size, heads=heads.size, row_bytes=row, kv=kv)
     inner = (heads.size, page_size) if kind == "hnd" else (page_size, heads.size)
     array = np.full((count, kv, pages, *inner, row), SENTINEL, dtype=np.uint8)
-    return RankMemory(layout, array, range(layers.start, layers.end), range(heads.start, heads.end))
+    return RankMemory(
+        component, layout, array, range(layers.start, layers.end), range(heads.start, heads.end), rank, topology
+    )
 
 
 @dataclass
@@ -97,13 +126,14 @@ class Side:
     role: Role
     topology: Topology
     page_size: int = 16
+    page_sizes: dict[str, int] = field(default_factory=dict)  # of components that differ
     kind: str = "nhd"
     pages: int = 32
     agents_by: str = "replica"  # or "engine", "rank"
     tie_break: TieBreak = TieBreak.REPLICA
     model: ModelSpec | None = None  # where it differs from the cluster's
     agents: list[Agent] = field(default_factory=list)
-    memory: dict[int, RankMemory] = field(default_factory=dict)
+    memory: dict[tuple[int, int], RankMemory] = field(default_factory=dict)  # by (component, rank)
 
     def rank_groups(self) -> list[tuple[int, ...]]:
         if self.agents_by == "engine":
@@ -116,8 +146,9 @@ class Side:
         ranks = set(self.topology.replica_ranks(replica))
         return [agent for agent in self.agents if ranks & set(agent.config.ranks)]
 
-    def memory_of(self, replica: int) -> list[RankMemory]:
-        return [self.memory[rank] for rank in self.topology.replica_ranks(replica)]
+    def memory_of(self, replica: int, component: int = 0) -> list[RankMemory]:
+        ranks = self.topology.replica_ranks(replica)
+        return [self.memory[component, rank] for rank in ranks if (component, rank) in self.memory]
 
 
 @dataclass
@@ -151,8 +182,6 @@ class Cluster:
         timeout_s: float = 20.0,
     ) -> list:
         """One request from fill to check; every agent of both replicas takes part."""
-        import asyncio
-
         key = key or f"request-{request}"
         for memory in self.prefill.memory_of(prefill_replica):
             memory.fill(request, src_pages, tokens)
@@ -218,15 +247,21 @@ async def cluster(
         path.write_bytes(dump_registry("test", records))
         for side in (prefill, decode):
             for agent in side.agents:
-                for owned in agent.config.owns:
+                own_model = side.model or model
+                for (index, spec), owned in itertools.product(enumerate(own_model.components), agent.config.owns):
+                    if not spec.layers_within(side.topology.stage_layers(side.topology.place(owned.rank)[0])).size:
+                        continue
                     memory = make_memory(
-                        side.model or model,
+                        own_model,
                         side.topology,
                         owned.rank,
+                        component=index,
                         pages=side.pages,
-                        page_size=side.page_size,
+                        page_size=side.page_sizes.get(spec.name, side.page_size) if spec.has_tokens else 1,
                         kind=side.kind,
                     )
-                    side.memory[owned.rank] = memory
-                    agent.register_pool(memory.layout, memory.array, replica=owned.replica, rank=owned.rank)
+                    side.memory[index, owned.rank] = memory
+                    agent.register_pool(
+                        memory.layout, memory.array, replica=owned.replica, rank=owned.rank, component=spec.name
+                    )
         yield Cluster(model, prefill, decode, network, path, registry)

@@ -1,0 +1,1 @@
+"""What `rdma-kv bench` measures: rows of a value and, where the project has one, its goal."""
