@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo test check unit clean
+.PHONY: help install demo demo-all test check unit clean
 
 help:
 	@echo "make demo     install, then move a real model's KV cache from prefill to decode processes"
+	@echo "make demo-all every shape of the demo, with a process per replica and with a process per rank"
 	@echo "make test     install, then run all tests"
 	@echo "make check    ruff, mypy, import contract, unit tests"
 	@echo "make install  only the virtual environment .venv"
@@ -24,6 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: install
 	$(BIN)/rdma-kv demo
+
+demo-all: install
+	$(BIN)/rdma-kv demo --all
+	$(BIN)/rdma-kv demo --all --processes rank
 
 test: install
 	$(BIN)/python -m pytest

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
 from rdma_kv.cli.output import console, print_json
 from rdma_kv.cli.sides import Side, parse_side
+from rdma_kv.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rdma_kv.demo.run import DemoOptions, EngineOptions, Verdict
+    from rdma_kv.demo.shapes import Shape
 
 PREFILL = Side(tp=2, dp=2, page=16, layout="nhd", option="--prefill")
 DECODE = Side(tp=4, dp=2, page=32, layout="hnd", option="--decode")
-KEYS = ("tp", "dp", "page", "layout")
-LAYOUTS = ("nhd", "hnd")
+KEYS = ("tp", "dp", "pp", "layers", "page", "layout")
+LAYOUTS = ("nhd", "hnd", "lightllm", "sglang", "trtllm")
+MLA_LAYOUTS = ("mla", "nhd", "hnd", "trtllm")
+MODELS = ("qwen2", "mla")
 MODEL_LAYERS = 4
 
 
@@ -28,33 +33,104 @@ def demo(
     *,
     prefill: Annotated[str | None, typer.Option(help="Prefill engine; default tp=2,dp=2,page=16,layout=nhd.")] = None,
     decode: Annotated[str | None, typer.Option(help="Decode engine; default tp=4,dp=2,page=32,layout=hnd.")] = None,
-    requests: Annotated[int, typer.Option(min=1, max=256, help="Requests, spread over all pairs of replicas.")] = 16,
-    kv_heads: Annotated[int, typer.Option(help="KV heads of the model: 1, 2, 4 or 8.")] = 4,
-    transport: Annotated[str, typer.Option(help="nixl (a process per replica) or loopback (one process).")] = "nixl",
+    model: Annotated[str, typer.Option(help="qwen2 (K and V heads) or mla (DeepSeek-V3, one latent).")] = "qwen2",
+    kv_heads: Annotated[int | None, typer.Option(help="KV heads of qwen2: 1, 2, 4 or 8; 4 by default.")] = None,
+    shape: Annotated[
+        str | None, typer.Option(help="A named pair of engines in place of the four options above.")
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every named pair of engines, one after the other.")
+    ] = False,
+    requests: Annotated[
+        int | None, typer.Option(min=1, max=256, help="Requests over all pairs of replicas; 16, or 8 with --all.")
+    ] = None,
+    transport: Annotated[str, typer.Option(help="nixl (separate processes) or loopback (one process).")] = "nixl",
+    processes: Annotated[str, typer.Option(help="One agent process per replica, or per rank.")] = "replica",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts and page tables.")] = 0,
-    timeout: Annotated[
-        float, typer.Option(min=1.0, help="Seconds for the whole run after the model is loaded.")
-    ] = 120.0,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for a run after the model is loaded.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON on standard output.")] = False,
 ) -> int:
     """Move a real model's KV cache from prefill to decode replicas and generate from what arrived."""
-    from rdma_kv.demo.model import ModelShape
-    from rdma_kv.demo.run import DemoOptions, run_demo
+    from rdma_kv.demo.shapes import SHAPES
+    from rdma_kv.demo.shapes import shape as find_shape
 
-    shape = ModelShape(seed=seed, layers=MODEL_LAYERS, kv_heads=kv_heads)
+    own = {"--prefill": prefill, "--decode": decode, "--kv-heads": kv_heads, "--shape": shape if everything else None}
+    if (everything or shape is not None) and (given := [name for name, value in own.items() if value is not None]):
+        raise ConfigError(given[0], "cannot go with --all or --shape, which say both engines themselves")
+    common = _Common(requests, transport, processes, seed, timeout)
+    if everything:
+        return _run_all([_shape_options(each, common) for each in SHAPES], as_json=as_json)
+    if shape is not None:
+        options = _shape_options(find_shape(shape), common).options
+    else:
+        options = _options(model, kv_heads, prefill, decode, common)
+    return _run_one(options, as_json=as_json)
+
+
+class _Common(NamedTuple):
+    """What all runs of one command share."""
+
+    requests: int | None
+    transport: str
+    processes: str
+    seed: int
+    timeout_s: float
+
+
+class _Named(NamedTuple):
+    shape: Shape
+    options: DemoOptions
+
+
+def _shape_options(shape: Shape, common: _Common) -> _Named:
+    heads = shape.kv_heads if shape.model == "qwen2" else None
+    return _Named(shape, _options(shape.model, heads, shape.prefill, shape.decode, common))
+
+
+def _options(model: str, kv_heads: int | None, prefill: str | None, decode: str | None, common: _Common) -> DemoOptions:
+    from rdma_kv.demo.model import ModelShape
+    from rdma_kv.demo.run import DemoOptions
+
+    if model not in MODELS:
+        raise ConfigError("--model", f"{model!r}; use {' or '.join(MODELS)}")
+    if model == "mla":
+        if kv_heads is not None:
+            raise ConfigError("--kv-heads", "an MLA model has one latent and no KV heads; leave it out")
+        model_shape = ModelShape(seed=common.seed, layers=MODEL_LAYERS, model="mla")
+    else:
+        model_shape = ModelShape(seed=common.seed, layers=MODEL_LAYERS, kv_heads=4 if kv_heads is None else kv_heads)
     options = DemoOptions(
-        _engine("--prefill", prefill, PREFILL),
-        _engine("--decode", decode, DECODE),
-        shape,
-        requests,
-        transport,
-        seed,
-        timeout,
+        _engine("--prefill", prefill, PREFILL, model),
+        _engine("--decode", decode, DECODE, model),
+        model_shape,
+        16 if common.requests is None else common.requests,
+        common.transport,
+        common.seed,
+        common.timeout_s,
+        common.processes,
     )
     options.check()
+    return options
+
+
+def _engine(option: str, text: str | None, default: Side, model: str) -> EngineOptions:
+    from rdma_kv.demo.pools import TOKEN_GRANULAR
+    from rdma_kv.demo.run import EngineOptions
+
+    layouts = MLA_LAYOUTS if model == "mla" else LAYOUTS
+    if model == "mla":
+        default = replace(default, layout="mla")
+    side = default if text is None else parse_side(option, text, default, keys=KEYS, layouts=layouts)
+    token_granular = side.layout in TOKEN_GRANULAR and "page=" not in (text or "")
+    return EngineOptions(side.topology(MODEL_LAYERS), 1 if token_granular else side.page, side.layout)
+
+
+def _run_one(options: DemoOptions, *, as_json: bool) -> int:
+    from rdma_kv.demo.run import run_demo
+
     if not as_json:
         _show_routing(options)
-    with _Progress(requests) as progress:
+    with _Progress(options.requests) as progress:
         verdict = run_demo(options, progress)
     if as_json:
         print_json(verdict.as_json())
@@ -63,11 +139,32 @@ def demo(
     return 0 if verdict.as_json()["ok"] else 1
 
 
-def _engine(option: str, text: str | None, default: Side) -> EngineOptions:
-    from rdma_kv.demo.run import EngineOptions
+def _run_all(named: list[_Named], *, as_json: bool) -> int:
+    """Every shape in turn: a line for each, then one verdict."""
+    from rdma_kv.demo.run import run_demo
 
-    side = default if text is None else parse_side(option, text, default, keys=KEYS, layouts=LAYOUTS)
-    return EngineOptions(side.topology(MODEL_LAYERS), side.page, side.layout)
+    answers = []
+    for number, (shape, options) in enumerate(named, 1):
+        print(f"[{number}/{len(named)}] {shape.name}: {shape.what}", file=sys.stderr, flush=True)
+        if options.requests == 16:
+            options = replace(options, requests=8)
+        verdict = run_demo(options, lambda stage, done: None)
+        answer = {"name": shape.name, **verdict.as_json()}
+        answers.append(answer)
+        if not as_json:
+            out = console()
+            word = "ok    " if answer["ok"] else "FAILED"
+            text = f"{word} {shape.name:17} {shape.prefill:22} -> {shape.decode:28} {answer['bytes']:>9,} bytes"
+            out.print(f"{text}, {answer['lane']}, {answer['seconds']:.1f} s", soft_wrap=True)
+            if not answer["ok"]:
+                _show_verdict(out, verdict)
+    good = all(answer["ok"] for answer in answers)
+    if as_json:
+        print_json({"ok": good, "shapes": answers})
+    else:
+        passed = sum(1 for answer in answers if answer["ok"])
+        console().print(f"{'OK' if good else 'FAILED'}: {passed} of {len(answers)} shapes")
+    return 0 if good else 1
 
 
 class _Progress:
@@ -135,7 +232,8 @@ def _show_routing(options: DemoOptions) -> None:
 def _show_verdict(out: Console, verdict: Verdict) -> None:
     """Figures, then what differed, then one line that says it all."""
     answer = verdict.as_json()
-    sent, arrived = list(verdict.sent.values()), list(verdict.arrived.values())
+    sent = [answer for answers in verdict.sent.values() for answer in answers]
+    arrived = [answer for answers in verdict.arrived.values() for answer in answers]
     if sent:
         moved, seconds = answer["bytes"], sum(s.seconds for s in sent)
         out.print(
@@ -143,12 +241,15 @@ def _show_verdict(out: Console, verdict: Verdict) -> None:
             f"handshakes included",
             soft_wrap=True,
         )
-        out.print(
-            f"per request, on average: compute {_mean(s.compute_s for s in sent)}, gather {_mean(s.gather_s for s in sent)}, "
-            f"write {_mean(s.write_s for s in sent)}, scatter {_mean(a.scatter_s for a in arrived)}, "
-            f"push to done {_mean(s.seconds for s in sent)}",
-            soft_wrap=True,
-        )
+        stages = {
+            "compute": [s.compute_s for s in sent],
+            "gather": [s.gather_s for s in sent],
+            "write": [s.write_s for s in sent],
+            "scatter": [a.scatter_s for a in arrived],
+            "push to done": [s.seconds for s in sent],
+        }
+        means = ", ".join(f"{name} {_mean(values)}" for name, values in stages.items())
+        out.print(f"per request and process, on average: {means}", soft_wrap=True)
     for number in verdict.wrong_tokens[:4]:
         got, want = verdict.verified[number].tokens, verdict.expected[number]
         out.print(f"request {number}: tokens {got} differ from the undivided run's {want}", soft_wrap=True)

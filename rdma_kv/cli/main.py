@@ -15,6 +15,7 @@ from typing import cast
 
 import typer
 
+from rdma_kv.cli.bench import bench
 from rdma_kv.cli.demo import demo
 from rdma_kv.cli.output import print_error
 from rdma_kv.cli.plan import plan
@@ -34,6 +35,7 @@ def root() -> None:
 
 app.command("demo")(demo)
 app.command("plan")(plan)
+app.add_typer(bench)
 
 # The base of all that typer itself refuses; which package it lies in depends on typer's version.
 _UsageProblem: type[Exception] = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")

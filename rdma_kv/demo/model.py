@@ -165,7 +165,9 @@ class DemoModel:
         self._family = _FAMILIES[model]
         self._torch, self._new_cache, self._model = _build(self.shape, self._family)
         names = inspect.signature(self._model.forward).parameters
-        self._cache_argument = "cache" if "cache" in names else "past_key_values"  # later versions of transformers 5 have renamed it
+        self._cache_argument = (
+            "cache" if "cache" in names else "past_key_values"
+        )  # later versions of transformers 5 have renamed it
 
     def spec(self) -> ModelSpec:
         return self.shape.spec()

@@ -1,7 +1,7 @@
-"""One replica of the demo: an agent with the pools of all its ranks, and the model that fills or uses them.
+"""One process of the demo: an agent with the pools of its ranks, and the model that fills or uses them.
 
-It runs in a process of its own (or, on loopback, as a task) and does what the parent says over its channel. The model runs
-on a worker thread, never on the event loop.
+It owns all ranks of a replica, or one of them, in a process of its own (or, on loopback, as a task), and does what the
+parent says over its channel. The model runs on a worker thread, never on the event loop.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
+
 from rdma_kv.agent import Agent
 from rdma_kv.config import StagingConfig, Timeouts
 from rdma_kv.demo.model import DemoModel, KvArray
-from rdma_kv.demo.pools import PageAllocator, RankPool, assemble, cut, pages_for
+from rdma_kv.demo.pools import PageAllocator, RankPool, Share, assemble, cut, pages_for
 from rdma_kv.demo.verify import alteration_is_seen, compare, fingerprints, overwrite_page
 from rdma_kv.demo.wire import (
     Arrived,
@@ -50,15 +52,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What one replica is.
+    """What one process is.
 
     Attributes:
+        ranks: those of the replica that this process owns.
         pages: size of each rank's pool.
         request_timeout_s: for one transfer.
     """
 
     role: Role
     replica: int
+    ranks: tuple[int, ...]
     topology: Topology
     layout: str
     page_size: int
@@ -68,8 +72,14 @@ class ReplicaSpec:
     request_timeout_s: float
 
     @property
-    def ranks(self) -> tuple[int, ...]:
-        return self.topology.replica_ranks(self.replica)
+    def alone(self) -> bool:
+        """This process owns the whole replica."""
+        return self.ranks == self.topology.replica_ranks(self.replica)
+
+    @property
+    def leads(self) -> bool:
+        """This process judges and generates for its replica."""
+        return self.ranks[0] == self.topology.replica_ranks(self.replica)[0]
 
     def config(self, model: DemoModel) -> AgentConfig:
         return AgentConfig(
@@ -95,7 +105,7 @@ class _Held:
 
 @dataclass
 class Replica:
-    """The pools of one replica and what lies in them."""
+    """The pools of one process and what lies in them."""
 
     spec: ReplicaSpec
     model: DemoModel
@@ -151,15 +161,29 @@ class Replica:
         received = await self.agent.receive(
             job.key, self.spec.replica, pages, source=source, tokens=(0, job.prompt_tokens)
         )
-        self.held[job.number].first_token = received.metadata["first_token"]
-        return Arrived(job.number, received.received_bytes, received.times.scatter)
+        held = self.held[job.number]
+        held.first_token = received.metadata["first_token"]
+        shards = {} if self.spec.leads else await self.compute(partial(self._shards, held))
+        encoded = {rank: shard.tobytes() for rank, shard in shards.items()}
+        return Arrived(job.number, received.received_bytes, received.times.scatter, encoded)
+
+    def _shards(self, held: _Held) -> dict[int, KvArray]:
+        return {rank: pool.read(held.pages, held.tokens) for rank, pool in self.pools.items()}
+
+    def _decode_shard(self, rank: int, data: bytes, tokens: int) -> KvArray:
+        """Another process's shard `[layers of its stage, kv, tokens, heads, dim]`."""
+        component = self.model.spec().components[0]
+        share = Share.of(component, self.spec.topology, rank)
+        shape = (share.layers.size, component.kv_factor, tokens, share.heads.size, -1)
+        return np.frombuffer(data, dtype=np.float32).reshape(shape)
 
     async def verify(self, job: Verify) -> Verified:
         return await self.compute(partial(self._verify, job))
 
     def _verify(self, job: Verify) -> Verified:
         held, component, topology = self.held[job.number], self.model.spec().components[0], self.spec.topology
-        shards = {rank: pool.read(held.pages, held.tokens) for rank, pool in self.pools.items()}
+        shards = self._shards(held)
+        shards |= {rank: self._decode_shard(rank, data, held.tokens) for rank, data in job.shards.items()}
         together = assemble(shards, component, topology)
         differences = list(together.differences)
         for rank, shard in shards.items():
@@ -189,7 +213,7 @@ class Replica:
 async def serve(
     spec: ReplicaSpec, model: DemoModel, channel: Channel, transport: Callable[[str], Transport], executor: Executor
 ) -> None:
-    """Be one replica until the parent says Stop or is gone."""
+    """Be one process of a replica until the parent says Stop or is gone."""
     async with Agent(spec.config(model), StaticRegistry(spec.registry), transport=transport) as agent:
         replica = Replica(spec, model, agent, executor)
         channel.send(Started(*agent.address))

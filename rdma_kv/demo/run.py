@@ -1,7 +1,7 @@
 """The demo's parent: starts the replicas, hands out requests, and judges what came of them.
 
-With NIXL every replica is a process of its own, forked after the model's imports and before any thread or event loop
-exists. On loopback, which lives in one process, the replicas are tasks.
+With NIXL every replica, or every rank, is a process of its own, forked after the model's imports and before any thread or
+event loop exists. On loopback, which lives in one process, they are tasks.
 """
 
 from __future__ import annotations
@@ -73,12 +73,15 @@ class DemoOptions:
     transport: str
     seed: int
     timeout_s: float
+    processes: str = "replica"
 
     def check(self) -> None:
         """Raises ConfigError where model, sides or counts do not fit together."""
         check_pair(self.shape.spec(), self.prefill.topology, self.decode.topology)
         if self.transport not in {"nixl", "loopback"}:
             raise ConfigError("--transport", f"{self.transport!r}; use nixl or loopback")
+        if self.processes not in {"replica", "rank"}:
+            raise ConfigError("--processes", f"{self.processes!r}; use replica or rank")
 
 
 @dataclass(frozen=True)
@@ -102,8 +105,8 @@ class Verdict:
 
     requests: int
     expected: dict[int, list[int]] = field(default_factory=dict)
-    sent: dict[int, Sent] = field(default_factory=dict)
-    arrived: dict[int, Arrived] = field(default_factory=dict)
+    sent: dict[int, list[Sent]] = field(default_factory=dict)  # of each process
+    arrived: dict[int, list[Arrived]] = field(default_factory=dict)
     verified: dict[int, Verified] = field(default_factory=dict)
     touched: list[str] = field(default_factory=list)
     inspected: int = 0
@@ -137,13 +140,17 @@ class Verdict:
 
     @property
     def lanes(self) -> list[str]:
-        return sorted({lane for sent in self.sent.values() for lane in sent.lanes})
+        return sorted({lane for answers in self.sent.values() for sent in answers for lane in sent.lanes})
+
+    @property
+    def received_bytes(self) -> int:
+        return sum(arrived.received_bytes for answers in self.arrived.values() for arrived in answers)
 
     def as_json(self) -> dict[str, Any]:
         """The object that `--json` prints."""
         answer = {
             "requests": self.requests,
-            "bytes": sum(arrived.received_bytes for arrived in self.arrived.values()),
+            "bytes": self.received_bytes,
             "tokens_equal": self.complete and not self.wrong_tokens,
             "bytes_equal": self.complete and not self.wrong_bytes,
             "pages_untouched": self.inspected > 0 and not self.touched,
@@ -207,10 +214,12 @@ def _specs(options: DemoOptions, registry: Path) -> list[ReplicaSpec]:
         for replica in range(engine.topology.dp):
             mine = [r.prompt for r in requests if (r.prefill if role is Role.PREFILL else r.decode) == replica]
             needed = sum(pages_for(len(prompt), engine.page_size) for prompt in mine)
-            specs.append(
+            ranks = engine.topology.replica_ranks(replica)
+            specs += [
                 ReplicaSpec(
                     role,
                     replica,
+                    group,
                     engine.topology,
                     engine.layout,
                     engine.page_size,
@@ -219,13 +228,14 @@ def _specs(options: DemoOptions, registry: Path) -> list[ReplicaSpec]:
                     registry=registry,
                     request_timeout_s=options.timeout_s,
                 )
-            )
+                for group in ([ranks] if options.processes == "replica" else [(rank,) for rank in ranks])
+            ]
     return specs
 
 
 @contextlib.contextmanager
 def _processes(specs: list[ReplicaSpec], model: DemoModel) -> Iterator[list[socket.socket]]:
-    """Fork one process per replica; end them, by force if need be, on the way out."""
+    """Fork one process per spec; end them, by force if need be, on the way out."""
     context = multiprocessing.get_context("fork")
     pairs = [socket.socketpair() for _ in specs]
     children = []
@@ -333,7 +343,8 @@ class _Station:
 
     @property
     def name(self) -> str:
-        return f"{self.spec.role.value}/{self.spec.replica}"
+        name = f"{self.spec.role.value}/{self.spec.replica}"
+        return name if self.spec.alone else f"{name} rank {self.spec.ranks[0]}"
 
     def _future(self, answer: type, number: int) -> asyncio.Future[Any]:
         """Of one answer, which may come before it is asked for."""
@@ -379,7 +390,9 @@ async def _drive(
     _write_registry(options, stations, addresses)
     for station in stations:
         station._channel.send(Go())
-    by_place = {(station.spec.role, station.spec.replica): station for station in stations}
+    by_place: dict[tuple[Role, int], list[_Station]] = {}
+    for station in stations:
+        by_place.setdefault((station.spec.role, station.spec.replica), []).append(station)
     gate = asyncio.Semaphore(_AT_ONCE)
     with model_thread() as executor:
 
@@ -401,23 +414,27 @@ async def _drive(
 
 async def _request(
     request: Request,
-    stations: dict[tuple[Role, int], _Station],
+    stations: dict[tuple[Role, int], list[_Station]],
     model: DemoModel,
     executor: Executor,
     verdict: Verdict,
 ) -> None:
-    """One request through prefill, transfer, decode and judgement."""
+    """One request through prefill, transfer, decode and judgement. The first process of a replica leads it."""
     prefill, decode = stations[Role.PREFILL, request.prefill], stations[Role.DECODE, request.decode]
     number, key = request.number, request.key
-    sent, arrived = await asyncio.gather(
-        prefill.ask(Prefill(number, key, request.prompt, request.decode), Sent, number),
-        decode.ask(Decode(number, key, len(request.prompt), request.prefill), Arrived, number),
+    prefill_job = Prefill(number, key, request.prompt, request.decode)
+    decode_job = Decode(number, key, len(request.prompt), request.prefill)
+    answers = await asyncio.gather(
+        *(station.ask(prefill_job, Sent, number) for station in prefill),
+        *(station.ask(decode_job, Arrived, number) for station in decode),
     )
+    sent, arrived = answers[: len(prefill)], answers[len(prefill) :]
     verdict.sent[number], verdict.arrived[number] = sent, arrived
     undivided = asyncio.get_running_loop().run_in_executor(
         executor, partial(model.undivided, request.prompt, NEW_TOKENS)
     )
-    verified = await decode.ask(Verify(number, sent.fingerprints, NEW_TOKENS), Verified, number)
+    shards = {rank: data for answer in arrived for rank, data in answer.shards.items()}
+    verified = await decode[0].ask(Verify(number, sent[0].fingerprints, NEW_TOKENS, shards), Verified, number)
     verdict.expected[number] = await undivided
     verdict.verified[number] = verified
 

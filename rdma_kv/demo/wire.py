@@ -54,19 +54,24 @@ class Decode(Struct, frozen=True, tag=True):
 
 
 class Arrived(Struct, frozen=True, tag=True):
-    """Decode replica: all KV and metadata are here."""
+    """Decode process: all KV and metadata are here. `shards`, float32 bytes by rank, where another process judges."""
 
     number: int
     received_bytes: int
     scatter_s: float
+    shards: dict[int, bytes]
 
 
 class Verify(Struct, frozen=True, tag=True):
-    """Parent to a decode replica: judge what arrived against what prefill wrote, and generate from it."""
+    """Parent to a decode process: judge what arrived against what prefill wrote, and generate from it.
+
+    `shards` are those of the replica's other processes.
+    """
 
     number: int
     fingerprints: list[list[list[bytes]]]
     new_tokens: int
+    shards: dict[int, bytes]
 
 
 class Verified(Struct, frozen=True, tag=True):
