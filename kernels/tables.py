@@ -25,6 +25,7 @@ from enum import IntEnum
 
 import numpy as np
 
+from rdma_kv.errors import ConfigError
 from rdma_kv.kernels.launch import Chunk, Int64Array
 
 WIDEST_WORD_BYTES = 16  # of one access of a GPU thread
@@ -60,6 +61,9 @@ class _Line:
 
 
 def _line(chunk: Chunk, tile_words: int) -> _Line:
+    for field, count in (("heads", chunk.heads), ("token_offset", chunk.tokens), ("pointers", chunk.pointers.size)):
+        if count >> 31:
+            raise ConfigError(field, f"{count} are more than the kernel counts in 32 bits")
     joined = chunk.heads == 1 or chunk.head_stride == chunk.row_bytes
     heads, row_bytes = (1, chunk.heads * chunk.row_bytes) if joined else (chunk.heads, chunk.row_bytes)
     bits = WIDEST_WORD_BYTES | chunk.packed_address | row_bytes | (0 if joined else chunk.head_stride)

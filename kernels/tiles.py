@@ -5,9 +5,9 @@ tile n of the chunk has packed word n * tile_words + i, and consecutive lanes al
 side is coalesced whatever the geometry, and the paged side as far as rows reach. No lane idles but in a chunk's last tile.
 
 Where a lane's word lies in the paged form is read off an odometer whose wheels are word in row, head, token, plane. Its
-stand at the tile's first word takes three divisions of scalars. From there each lane counts on by i, and the turns of a
-wheel are what the next one counts on by. As i is less than the tile, this is 32-bit arithmetic by one divisor for all
-lanes, whatever the sizes; offsets and addresses have 64 bits throughout.
+stand at the tile's first word takes three divisions of scalars. From there each lane goes on by i words, and the turns of
+a wheel are what the next one goes on by. As none goes on by more than a tile, this is 32-bit arithmetic with one divisor
+for all lanes, whatever the sizes; offsets and addresses have 64 bits throughout.
 
 Copying is between addresses that the tables name, so the kernel takes no argument but the tables, and one compilation
 serves each direction and tiling. Words are copied, never interpreted: NaN patterns and any dtype pass unchanged. A word
@@ -19,8 +19,8 @@ NumPy, on addresses of this process: slow, for tests, and one launch at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,8 @@ from rdma_kv.kernels.tables import HEADER, Field, Tables
 # Programs of one launch unless told otherwise. They take at most as many multiprocessors, and leave the rest to the
 # engine's compute. Source: transport-facts.md, GPU: 16 programs of 16 warps gather 324 GB/s of payload on an H200.
 PROGRAMS = 16
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 _HEADER = tl.constexpr(HEADER)
 _FIELDS = tl.constexpr(len(Field))
@@ -59,105 +61,176 @@ class Tiling:
     """What a program works on at a time; to be tuned per GPU, without effect on the result.
 
     Attributes:
-        words: of a tile, a power of two. At 16 bytes a word, 2048 words are 32 KiB in flight per program.
-        warps: of a program.
+        words: of a tile, a power of two up to 32,768. At 16 bytes a word, 2048 words are 32 KiB in flight per program.
+        warps: of a program, a power of two.
     """
 
     words: int = 2048
     warps: int = 16
 
+    def __post_init__(self) -> None:
+        if not 1 <= self.words <= 1 << 15 or self.words & (self.words - 1):
+            raise ConfigError("words", f"{self.words} is no power of two up to 32,768")
+
 
 TILING = Tiling()
 
 
-@_jit
-def _count(start: tl.tensor, by: tl.tensor, size: tl.tensor, tile_words: tl.constexpr) -> tl.tensor:
-    """Turn a wheel of `size` on from `start`, both int64, by each int32 of `by`, all below tile_words.
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """Tables on the device, as a launch on `stream` reads them; dropping it there and then is safe.
 
-    Returns the full turns, int32, and where the wheel then stands, int64. `size` and the way to its end are cut to a
-    tile, which `by` does not reach, so that all lanes divide in 32 bits.
+    Attributes:
+        table: int64 `[Tables.size]`.
+        stream: None is the device's current stream.
     """
-    past = by - tl.minimum(size - start, tile_words).to(tl.int32)
-    divisor = tl.minimum(size, tile_words).to(tl.uint32)
-    turns = (past.to(tl.uint32) // divisor).to(tl.int32)
-    rest = past - turns * divisor.to(tl.int32)
-    return tl.where(past < 0, 0, turns + 1), tl.where(past < 0, start + by, rest.to(tl.int64))
+
+    table: torch.Tensor
+    tiles: int
+    tiling: Tiling
+    stream: torch.cuda.Stream | None
+
+    def start(self, *, scatter: bool, programs: int) -> None:
+        """Launch the kernel once: scatter, or gather. May be called again while the chunks' memory lasts."""
+        with _on(self.table.device, self.stream):
+            _move[(min(programs, self.tiles),)](
+                self.table, scatter=scatter, tile_words=self.tiling.words, num_warps=self.tiling.warps
+            )
 
 
-@_jit
-def _copy(source: tl.tensor, target: tl.tensor, mask: tl.tensor, word_bytes: tl.constexpr) -> None:
-    """Copy words between int64 addresses `[tile_words]`, multiples of word_bytes."""
-    if word_bytes == 16:
-        half = tl.arange(0, 2)[None, :]
-        pair = tl.pointer_type(tl.int64)
-        read = tl.multiple_of(source.to(pair)[:, None], [1, 16]) + half
-        write = tl.multiple_of(target.to(pair)[:, None], [1, 16]) + half
-        tl.store(write, tl.load(read, mask=mask[:, None]), mask=mask[:, None])
-    else:
-        if word_bytes == 8:
-            word = tl.pointer_type(tl.int64)
-        elif word_bytes == 4:
-            word = tl.pointer_type(tl.int32)
-        elif word_bytes == 2:
-            word = tl.pointer_type(tl.int16)
-        else:
-            word = tl.pointer_type(tl.int8)
-        tl.store(target.to(word), tl.load(source.to(word), mask=mask), mask=mask)
+def upload(
+    chunks: Sequence[Chunk],
+    *,
+    device: torch.device | str,
+    stream: torch.cuda.Stream | None = None,
+    tiling: Tiling = TILING,
+) -> Upload | None:
+    """Send the tables of a launch to the device, in one copy on `stream`; does not wait for it.
+
+    Both their pinned and their device memory come from torch's caching allocators, which take each back once the stream
+    has passed it. So from the second launch of a size on, nothing is allocated from the driver.
+
+    Returns:
+        None if the chunks have no bytes.
+
+    Raises:
+        ConfigError: a chunk's field has a wrong shape, dtype or range, or the device cannot run the kernel.
+    """
+    device = torch.device(device)
+    cuda = device.type == "cuda"
+    if cuda == INTERPRETED:
+        mode = "Triton's interpreter, which works on host memory" if INTERPRETED else "a GPU"
+        raise ConfigError("device", f"{device}, but with TRITON_INTERPRET as it was at import the kernel runs on {mode}")
+    tables = Tables(chunks, tiling.words)
+    if not tables.tiles:
+        return None
+    host = torch.empty(tables.size, dtype=torch.int64, pin_memory=cuda)
+    tables.write(host.numpy())
+    with _on(device, stream):
+        return Upload(host.to(device, non_blocking=True), tables.tiles, tiling, stream)
 
 
-@_jit
-def _move_tile(
-    table: tl.tensor,
-    line: tl.tensor,
-    tile: tl.tensor,
-    scatter: tl.constexpr,
-    tile_words: tl.constexpr,
-    word_bytes: tl.constexpr,
+def launch(
+    chunks: Sequence[Chunk],
+    *,
+    scatter: bool,
+    device: torch.device | str,
+    stream: torch.cuda.Stream | None,
+    programs: int | None,
 ) -> None:
-    """Copy one tile of the chunk whose fields `line` points at."""
-    row_words = tl.load(line + _ROW_WORDS)
-    heads = tl.load(line + _HEADS)
-    tokens = tl.load(line + _TOKENS)
-    first = (tile - tl.load(line + _FIRST_TILE)) * tile_words
-    row = first // row_words
-    row_token = row // heads
-    plane = row_token // tokens
+    """One upload and one launch for all chunks, or neither if they have no bytes. See `gather` and `scatter`."""
+    if programs is not None and programs < 1:
+        raise ConfigError("programs", f"{programs} is not positive")
+    uploaded = upload(chunks, device=device, stream=stream)
+    if uploaded is not None:
+        uploaded.start(scatter=scatter, programs=PROGRAMS if programs is None else programs)
 
-    lane = tl.arange(0, tile_words)
-    rows, word = _count(first - row * row_words, lane, row_words, tile_words)
-    row_tokens, head = _count(row - row_token * heads, rows, heads, tile_words)
-    planes, token = _count(row_token - plane * tokens, row_tokens, tokens, tile_words)
 
-    packed_word = first + lane
-    mask = packed_word < tl.load(line + _WORDS)
-    pools = table.to(tl.pointer_type(tl.int32)) + tl.load(line + _POOL_AT)
-    pool = tl.load(pools + token, mask=mask, other=0).to(tl.int64)
-    offset = tl.load(table + tl.load(line + _OFFSET_AT) + token, mask=mask, other=0)
-    pointer = table + tl.load(line + _POINTERS_AT) + pool * tl.load(line + _PLANES) + plane + planes
-    base = tl.load(pointer, mask=mask, other=0)
-
-    paged = base + offset + head * tl.load(line + _HEAD_STRIDE) + word * word_bytes
-    packed = tl.load(line + _PACKED_ADDRESS) + packed_word * word_bytes
-    if scatter:
-        _copy(packed, paged, mask, word_bytes)
+@contextmanager
+def _on(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    """Make device and stream those that torch and Triton use in this thread."""
+    if device.type == "cuda":
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield
     else:
-        _copy(paged, packed, mask, word_bytes)
+        yield
+
+
+@_jit
+def _turns(start: tl.tensor, by: tl.tensor, size: tl.tensor, tile_words: tl.constexpr) -> tl.tensor:
+    """How often a wheel of `size` passes its end as it goes on from `start` by each int32 of `by`, all below tile_words.
+
+    A wheel longer than a tile passes once at most, so its front may be cut off; hence all lanes divide in 32 bits. They
+    divide by one divisor, so they multiply by 2**31 / divisor, rounded up, and keep the high half of twice the product:
+    exact, because dividend times divisor stays below 2**31.
+    """
+    cut = tl.maximum(size - tile_words, 0)
+    near = (tl.maximum(start - cut, 0).to(tl.int32) + by).to(tl.uint32)
+    divisor = (size - cut).to(tl.uint32)
+    return tl.umulhi(near * 2, (0x80000000 + divisor - 1) // divisor).to(tl.int32)
+
+
+@_jit
+def _copy(source: tl.tensor, target: tl.tensor, mask: tl.tensor, word: tl.constexpr) -> None:
+    """Copy words of type `word` between aligned int64 addresses `[tile_words]`."""
+    pointer = tl.pointer_type(word)
+    tl.store(target.to(pointer), tl.load(source.to(pointer), mask=mask), mask=mask)
+
+
+@_jit
+def _copy_pairs(source: tl.tensor, target: tl.tensor, mask: tl.tensor) -> None:
+    """Copy words of 16 bytes between aligned int64 addresses `[tile_words]`."""
+    pointer = tl.pointer_type(tl.int64)
+    half = tl.arange(0, 2)[None, :]
+    read = tl.multiple_of(source.to(pointer)[:, None], [1, 16]) + half
+    write = tl.multiple_of(target.to(pointer)[:, None], [1, 16]) + half
+    tl.store(write, tl.load(read, mask=mask[:, None]), mask=mask[:, None])
 
 
 @_jit
 def _move(table: tl.tensor, scatter: tl.constexpr, tile_words: tl.constexpr) -> None:
     """Copy every tile of the launch: program p of n takes tiles p, p + n, ..."""
-    chunk_of = table.to(tl.pointer_type(tl.int32)) + tl.load(table + 1)
+    table32 = table.to(tl.pointer_type(tl.int32))
+    chunk_of = table32 + tl.load(table + 1)
+    lane = tl.arange(0, tile_words)
     for tile in range(tl.program_id(0), tl.load(table), tl.num_programs(0)):
         line = table + _HEADER + tl.load(chunk_of + tile).to(tl.int64) * _FIELDS
         word_bytes = tl.load(line + _WORD_BYTES)
+        row_words = tl.load(line + _ROW_WORDS)
+        heads = tl.load(line + _HEADS).to(tl.int32)
+        tokens = tl.load(line + _TOKENS).to(tl.int32)
+
+        first = (tile - tl.load(line + _FIRST_TILE)) * tile_words
+        row = first // row_words
+        word = first - row * row_words
+        token = row // heads
+        head = (row - token * heads).to(tl.int32)
+        plane = token // tokens
+        token = (token - plane * tokens).to(tl.int32)
+
+        rows = _turns(word, lane, row_words, tile_words)
+        row_tokens = _turns(head, rows, heads, tile_words)
+        planes = _turns(token, row_tokens, tokens, tile_words)
+        at = token + row_tokens - planes * tokens
+
+        mask = lane < tl.minimum(tl.load(line + _WORDS) - first, tile_words).to(tl.int32)
+        pool = tl.load(table32 + tl.load(line + _POOL_AT) + at, mask=mask, other=0)
+        offset = tl.load(table + tl.load(line + _OFFSET_AT) + at, mask=mask, other=0)
+        pointer = pool * tl.load(line + _PLANES).to(tl.int32) + planes
+        base = tl.load(table + tl.load(line + _POINTERS_AT) + plane + pointer, mask=mask, other=0)
+
+        lane_bytes = lane * word_bytes.to(tl.int32)
+        paged = base + offset + (head + rows - row_tokens * heads) * tl.load(line + _HEAD_STRIDE)
+        paged += word * word_bytes + lane_bytes - rows * (row_words * word_bytes)
+        packed = tl.load(line + _PACKED_ADDRESS) + first * word_bytes + lane_bytes
+        source, target = (packed, paged) if scatter else (paged, packed)
         if word_bytes == 16:
-            _move_tile(table, line, tile, scatter, tile_words, 16)
+            _copy_pairs(source, target, mask)
         elif word_bytes == 8:
-            _move_tile(table, line, tile, scatter, tile_words, 8)
+            _copy(source, target, mask, tl.int64)
         elif word_bytes == 4:
-            _move_tile(table, line, tile, scatter, tile_words, 4)
+            _copy(source, target, mask, tl.int32)
         elif word_bytes == 2:
-            _move_tile(table, line, tile, scatter, tile_words, 2)
+            _copy(source, target, mask, tl.int16)
         else:
-            _move_tile(table, line, tile, scatter, tile_words, 1)
+            _copy(source, target, mask, tl.int8)

@@ -32,6 +32,7 @@ Index = Annotated[int, Meta(ge=0, lt=1 << 31)]
 Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Address = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Sequence = Annotated[int, Meta(ge=1, lt=1 << 62)]
+SequenceOrNone = Annotated[int, Meta(ge=0, lt=1 << 62)]  # 0 where the link has no number for the transfer
 Span = tuple[Index, Index]
 SlotEpoch = tuple[Index, Sequence]
 Spans = Annotated[list[Span], Meta(max_length=64)]
@@ -148,7 +149,7 @@ class Grant(Message, frozen=True, tag="grant"):
 class Reject(Message, frozen=True, tag="reject"):
     """This OFFER (decode to prefill) or, with `transfer` 0, this EXPECT (prefill to decode) is refused."""
 
-    transfer: Index
+    transfer: SequenceOrNone
     code: ErrorCode
     message: Text
     key: Text = ""
@@ -191,7 +192,7 @@ class Done(Message, frozen=True, tag="done"):
     With `transfer` 0, prefill to decode: the EXPECT of `key` finds no moves between us; nothing will come.
     """
 
-    transfer: Index
+    transfer: SequenceOrNone
     key: Text = ""
     prefill_replica: Index = 0
     decode_replica: Index = 0
@@ -204,7 +205,7 @@ class Abort(Message, frozen=True, tag="abort"):
     that have no transfer of it on this link, or not yet.
     """
 
-    transfer: Index
+    transfer: SequenceOrNone
     key: Key
     attempt: Index
     prefill_replica: Index

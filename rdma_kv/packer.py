@@ -49,6 +49,7 @@ class Packer:
         self._topology = topology
         self._owns = tuple(owns)
         self._pools: dict[tuple[int, int], Pool] = {}  # (component, rank)
+        self._claimed = np.empty((0, 2), dtype=np.int64)  # [start, end) of all pool buffers
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rdma-kv-packer")
         self._gathers = _Batcher(gather, self._executor)
         self._scatters = _Batcher(scatter, self._executor)
@@ -98,8 +99,21 @@ class Packer:
         for number, (have, need) in enumerate(zip(sizes.tolist(), required, strict=True)):
             if have < need:
                 raise ConfigError(f"memory[{number}]", f"{have} bytes; the layout reaches {need}")
+        self._claim(addresses, np.array(required, dtype=np.int64))
         pointers = layout.pointers(addresses)
         self._pools[index, owned.rank] = Pool(layout, pointers, layers.start, heads.start, memory)
+
+    def _claim(self, addresses: Int64Array, sizes: Int64Array) -> None:
+        """Note the memory of a pool. Two pools must not share bytes, or one request would destroy another.
+
+        Raises:
+            ConfigError: an overlap; nothing has been noted.
+        """
+        starts, ends = self._claimed[:, 0], self._claimed[:, 1]
+        for number, (start, size) in enumerate(zip(addresses.tolist(), sizes.tolist(), strict=True)):
+            if ((starts < start + size) & (start < ends)).any():
+                raise ConfigError(f"memory[{number}]", "overlaps the memory of a pool that is registered already")
+        self._claimed = np.concatenate([self._claimed, np.stack([addresses, addresses + sizes], axis=1)])
 
     @property
     def page_sizes(self) -> dict[int, int]:

@@ -20,7 +20,9 @@ It is read at the first look-up and again when it has changed, so a deployment c
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Annotated
 
@@ -33,6 +35,8 @@ from rdma_kv.topology import ContextSplit, TieBreak, Topology
 from rdma_kv.types import AgentId, ReplicaId, Role
 
 _ADDRESS = re.compile(r"(\[(?P<v6>[^\[\]\s]+)\]|(?P<host>[^\[\]:\s]+)):(?P<port>[0-9]{1,5})")
+
+_UNSPECIFIED = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104 - refused here
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +134,7 @@ def parse_registry(text: bytes) -> dict[str, EngineRecord]:
 
     Raises:
         ConfigError: not TOML, a missing or unknown field, an engine twice, a rank claimed by two agents or by none, two
-            agents at one address.
+            agents at one address, an address that cannot mean the same to all.
     """
     try:
         content = msgspec.toml.decode(text, type=_RegistryFile)
@@ -147,7 +151,38 @@ def parse_registry(text: bytes) -> dict[str, EngineRecord]:
                 raise ConfigError("registry", f"two agents claim the address {agent.host}:{agent.port}")
             addresses.add((agent.host, agent.port))
         engines[entry.name] = record
+    _check_reachable(engines.values())
     return engines
+
+
+def _check_reachable(engines: Iterable[EngineRecord]) -> None:
+    """An address must mean the same agent to everybody who reads the file.
+
+    Raises:
+        ConfigError: an unspecified address, or loopback beside addresses of other hosts.
+    """
+    local, remote = [], []
+    for agent in (agent for engine in engines for agent in engine.agents):
+        if agent.host in _UNSPECIFIED:
+            raise ConfigError(
+                "agent.address", f"{agent.host} of {agent.id} is no place to dial; name an address of its host"
+            )
+        (local if _is_loopback(agent.host) else remote).append(agent)
+    if local and remote:
+        raise ConfigError(
+            "agent.address",
+            f"{local[0].host} of {local[0].id} means another host to {remote[0].id} on {remote[0].host}; "
+            "name an address that all can reach",
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False  # a name
 
 
 def dump_registry(cluster: str, engines: list[EngineRecord]) -> bytes:

@@ -33,6 +33,7 @@ from rdma_kv import (
 )
 from rdma_kv.cli.main import run
 from rdma_kv.demo.run import Verdict
+from rdma_kv.demo.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -104,6 +105,11 @@ def test_plan_prints_what_the_readme_shows(capsys):
         command, _, expected = block.partition("\n")
         assert run(shlex.split(command)[2:]) == 0
         assert capsys.readouterr().out.rstrip() == expected.rstrip()
+
+
+def test_the_shapes_are_those_of_the_demo():
+    shown = rows(read("README.md"), "name", "what differs")
+    assert shown == [[f"`{s.name}`", s.what, s.model, f"`{s.prefill}`", f"`{s.decode}`"] for s in SHAPES]
 
 
 def test_the_two_commands_are_shown_and_exist():

@@ -82,7 +82,7 @@ def as_map(message: ControlMessage) -> dict[str, Any]:
     return found
 
 
-def changed(message: ControlMessage, **fields: Any) -> bytes:
+def changed(message: ControlMessage, /, **fields: Any) -> bytes:
     """The body of a message as another library writes it, with some fields replaced."""
     return msgpack.packb({**as_map(message), **fields})
 
@@ -163,14 +163,14 @@ NUMBERS = [
     (Offer, "want", 0, MAX_COUNT),
     (Offer, "timeout_ms", 0, MAX_COUNT),
     (Grant, "transfer", 1, SEQUENCE_TOP),
-    (Reject, "transfer", 0, INDEX_TOP),
+    (Reject, "transfer", 0, SEQUENCE_TOP),
     (Release, "transfer", 1, SEQUENCE_TOP),
     (Start, "transfer", 1, SEQUENCE_TOP),
     (Ack, "slot", 0, INDEX_TOP),
     (Ack, "epoch", 1, SEQUENCE_TOP),
     (Finish, "boxes", 0, MAX_COUNT),
-    (Done, "transfer", 0, INDEX_TOP),
-    (Abort, "transfer", 0, INDEX_TOP),
+    (Done, "transfer", 0, SEQUENCE_TOP),
+    (Abort, "transfer", 0, SEQUENCE_TOP),
     (Quiesced, "transfer", 1, SEQUENCE_TOP),
 ]
 
@@ -182,6 +182,12 @@ def test_numbers_have_bounds(kind: type[Message], field: str, low: int, high: in
         assert getattr(decode("peer", changed(message, **{field: inside})), field) == inside
     for outside in (low - 1, high + 1):
         assert field in refused(changed(message, **{field: outside}))
+
+
+@each
+def test_a_number_that_can_be_offered_can_be_answered(message: ControlMessage):
+    if hasattr(message, "transfer"):
+        assert decode("peer", changed(message, transfer=SEQUENCE_TOP)).transfer == SEQUENCE_TOP
 
 
 def sized(low: int, high: int, item: Any = "x") -> tuple[list[Any], list[Any]]:
@@ -268,9 +274,8 @@ def test_unknown_missing_and_mistyped_fields_are_refused(message: ControlMessage
     for name in message.__struct_fields__[:required]:
         refused(msgpack.packb({key: value for key, value in facts.items() if key != name}))
     for name in message.__struct_fields__:
-        for value in (None, 1.5, object):
-            wrong = {"a": 1} if value is object and not isinstance(facts[name], dict) else value
-            refused(changed(message, **{name: 1.5 if wrong is object else wrong}))
+        for wrong in (None, 1.5, True, {1: 1}):
+            refused(changed(message, **{name: wrong}))
 
 
 @each
@@ -341,8 +346,8 @@ json = st.recursive(
 )
 
 
-@seeded
-@given(st.dictionaries(st.text(max_size=4), json | st.binary(max_size=4), max_size=4))
+@settings(seeded, max_examples=50)
+@given(st.dictionaries(st.text(max_size=4), json | st.binary(max_size=4), max_size=3))
 def test_metadata_arrives_as_it_was_sent(metadata: dict[str, Any]):
     found = decode("peer", body_of(Finish(1, 0, metadata)))
     assert isinstance(found, Finish)
@@ -372,15 +377,17 @@ def test_p79_a_flipped_byte_gives_a_message_or_a_typed_error(message: ControlMes
     assert decode("peer", body_of(found)) == found  # whatever it says, it is inside all limits
 
 
-@settings(seeded, max_examples=300)
-@given(
-    st.dictionaries(st.sampled_from(["type", "transfer", "slots", "key", "code", "metadata", "x"]), json, max_size=6)
-)
-def test_p79_random_maps_give_a_message_or_a_typed_error(facts: dict[str, Any]):
+@seeded
+@given(st.sampled_from(ONE_OF_EACH), st.data())
+def test_p79_a_random_field_gives_a_message_or_a_typed_error(message: ControlMessage, data: st.DataObject):
+    field = data.draw(st.sampled_from(message.__struct_fields__))
+    value = data.draw(st.integers() | st.text(max_size=3) | st.lists(st.integers(-1, 9), max_size=3) | st.none())
+    facts = {**msgspec.to_builtins(message, builtin_types=(bytes,)), field: value}
     try:
-        decode("peer", msgpack.packb(facts))
-    except RemoteProtocolError as error:
-        assert error.peer == "peer"
+        found = decode("peer", msgspec.msgpack.encode(facts))
+    except (RemoteProtocolError, OverflowError):  # OverflowError: no MessagePack writes so large a number
+        return
+    assert getattr(found, field) is not None
 
 
 # --- notifications -----------------------------------------------------------------------------------------------------
