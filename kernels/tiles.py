@@ -36,8 +36,6 @@ from rdma_kv.kernels.tables import HEADER, Field, Tables
 # engine's compute. Source: transport-facts.md, GPU: 16 programs of 16 warps gather 324 GB/s of payload on an H200.
 PROGRAMS = 16
 
-INTERPRETED = bool(triton.knobs.runtime.interpret)
-
 _HEADER = tl.constexpr(HEADER)
 _FIELDS = tl.constexpr(len(Field))
 _FIRST_TILE = tl.constexpr(int(Field.FIRST_TILE))
@@ -103,7 +101,7 @@ def upload(
     *,
     device: torch.device | str,
     stream: torch.cuda.Stream | None = None,
-    tiling: Tiling = TILING,
+    tiling: Tiling,
 ) -> Upload | None:
     """Send the tables of a launch to the device, in one copy on `stream`; does not wait for it.
 
@@ -117,14 +115,15 @@ def upload(
         ConfigError: a chunk's field has a wrong shape, dtype or range, or the device cannot run the kernel.
     """
     device = torch.device(device)
-    cuda = device.type == "cuda"
-    if cuda == INTERPRETED:
-        mode = "Triton's interpreter, which works on host memory" if INTERPRETED else "a GPU"
-        raise ConfigError("device", f"{device}, but with TRITON_INTERPRET as it was at import the kernel runs on {mode}")
+    if device.type != ("cpu" if INTERPRETED else "cuda"):
+        why = "TRITON_INTERPRET was set" if INTERPRETED else "TRITON_INTERPRET was not set"
+        raise ConfigError("device", f"{device}, but {why} when the kernel was imported")
+    if stream is not None and device.index not in {None, stream.device.index}:
+        raise ConfigError("stream", f"is of {stream.device}, not {device}")
     tables = Tables(chunks, tiling.words)
     if not tables.tiles:
         return None
-    host = torch.empty(tables.size, dtype=torch.int64, pin_memory=cuda)
+    host = torch.empty(tables.size, dtype=torch.int64, pin_memory=not INTERPRETED)
     tables.write(host.numpy())
     with _on(device, stream):
         return Upload(host.to(device, non_blocking=True), tables.tiles, tiling, stream)
@@ -141,7 +140,7 @@ def launch(
     """One upload and one launch for all chunks, or neither if they have no bytes. See `gather` and `scatter`."""
     if programs is not None and programs < 1:
         raise ConfigError("programs", f"{programs} is not positive")
-    uploaded = upload(chunks, device=device, stream=stream)
+    uploaded = upload(chunks, device=device, stream=stream, tiling=TILING)
     if uploaded is not None:
         uploaded.start(scatter=scatter, programs=PROGRAMS if programs is None else programs)
 
@@ -234,3 +233,6 @@ def _move(table: tl.tensor, scatter: tl.constexpr, tile_words: tl.constexpr) -> 
             _copy(source, target, mask, tl.int16)
         else:
             _copy(source, target, mask, tl.int8)
+
+
+INTERPRETED = not isinstance(_move, triton.JITFunction)  # as decided by TRITON_INTERPRET at import

@@ -165,16 +165,17 @@ class Agent:
             pages: the request's page table; `pages[i]` holds tokens `[i * page_size, (i + 1) * page_size)`. Under context
                 parallelism each rank counts the tokens that it keeps.
             to: the decode replica; None for the first that expects the key.
-            tokens: positions that will be pushed: a count n for `[0, n)`, a range, or a range per component.
+            tokens: positions that will be pushed: a count n for `[0, n)`, a range, or a range per component (in what that
+                counts: `(0, 1)` for a state without tokens, pages where they are opaque).
             timeout_s: for the whole transfer.
 
         Raises:
             ConfigError: a value that cannot be right.
             LocalProtocolError: not a prefill agent, or this key is being sent there already.
         """
-        available = self._ranges(tokens)
+        available, announced = self._ranges(tokens)
         call = self._call(Role.PREFILL, key, replica, attempt, timeout_s, pages, available)
-        return Sending(self._shell, call, to, available)
+        return Sending(self._shell, call, to, available, announced)
 
     async def receive(
         self,
@@ -202,7 +203,7 @@ class Agent:
             LocalProtocolError: not a decode agent, or this key is being received from there already.
             PeerError, TransferError, TransportError: it failed; all participants have been told.
         """
-        wanted = self._ranges(tokens)
+        wanted, _ = self._ranges(tokens)
         call = self._call(Role.DECODE, key, replica, attempt, timeout_s, pages, wanted)
         sources = (source,) if isinstance(source, ReplicaId) else tuple(source or ())
         return await Receiving(self._shell, call, sources, wanted).run()
@@ -318,13 +319,19 @@ class Agent:
             return components[0].name
         return name
 
-    def _ranges(self, tokens: Tokens) -> tuple[Interval, ...]:
-        """Token range per component; one entry for a component without a token axis."""
+    def _ranges(self, tokens: Tokens) -> tuple[tuple[Interval, ...], Interval]:
+        """Range per component, in what it counts (a mapping says that itself); and all of them in tokens."""
         components = self.config.model.components
-        if isinstance(tokens, Mapping):
-            if unknown := set(tokens) - {component.name for component in components}:
-                raise ConfigError("tokens", f"names {sorted(unknown)}, which the model does not have")
-            default = (0, 0)
-            return tuple(interval("tokens", tokens.get(component.name, default)) for component in components)
-        span = interval("tokens", (0, tokens) if isinstance(tokens, int) else tokens)
-        return tuple(span if component.has_tokens else Interval(0, 1) for component in components)
+        if not isinstance(tokens, Mapping):
+            span = interval("tokens", (0, tokens) if isinstance(tokens, int) else tokens)
+            return tuple(component.units(span, last=True) for component in components), span
+        if unknown := set(tokens) - {component.name for component in components}:
+            raise ConfigError("tokens", f"names {sorted(unknown)}, which the model does not have")
+        default = (0, 0)
+        ranges = tuple(interval("tokens", tokens.get(component.name, default)) for component in components)
+        spans = [
+            Interval(span.start * (part.opaque_page_tokens or 1), span.end * (part.opaque_page_tokens or 1))
+            for span, part in zip(ranges, components, strict=True)
+            if part.has_tokens and span.size
+        ]
+        return ranges, Interval(min((s.start for s in spans), default=0), max((s.end for s in spans), default=0))

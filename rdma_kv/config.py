@@ -65,8 +65,3 @@ class Limits:
         for name in ("unmatched_per_peer", "send_buffer_bytes"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"limits.{name}", f"{getattr(self, name)} is not positive")
-
-    def __post_init__(self) -> None:
-        for name in ("unmatched_per_peer", "send_buffer_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"limits.{name}", f"{getattr(self, name)} is not positive")

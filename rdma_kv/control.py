@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator
 from rdma_kv.errors import PeerLostError, RemoteProtocolError
 from rdma_kv.messages import FRAME_HEADER, MAX_FRAME_BYTES, ControlMessage, decode, encode
 
+CLOSE_S = 1.0  # for what is queued, while closing
+
 
 class Connection:
     """One open control stream, owned by the peer object that uses it.
@@ -28,6 +30,7 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self._send_buffer_bytes = send_buffer_bytes
+        self._closed: asyncio.Task[None] | None = None
 
     @property
     def open(self) -> bool:
@@ -83,10 +86,12 @@ class Connection:
 
     async def close(self) -> None:
         """Send what is queued, then close. Idempotent, and bounded: a peer that does not read is cut off."""
-        if not self._writer.is_closing():
+        if self._closed is None:
             self._writer.close()
-        try:
-            async with asyncio.timeout(1.0):
-                await self._writer.wait_closed()
-        except (OSError, TimeoutError):
+            # A task of its own: a cancelled `wait_closed` would leave every later one cancelled too.
+            self._closed = asyncio.create_task(self._writer.wait_closed(), name=f"close {self.name}")
+            self._closed.add_done_callback(lambda task: task.cancelled() or task.exception())  # a reset is an end too
+        _, waiting = await asyncio.wait([self._closed], timeout=CLOSE_S)
+        if waiting:
             self._writer.transport.abort()
+            await asyncio.wait([self._closed], timeout=CLOSE_S)

@@ -207,6 +207,12 @@ class KvLayout:
         origins = tuple(tuple(Origin(0, (layer * kv + k) * plane) for k in range(kv)) for layer in range(layers))
         return cls(origins, pages, page_size, heads, row_bytes, layers * kv * plane, row_bytes, head, name="trtllm")
 
+    @classmethod
+    def opaque(cls, *, layers: int, pages: int, page_bytes: int) -> KvLayout:
+        """Pages whose interior only their back-end understands: one buffer, each layer `(pages, page_bytes)`."""
+        origins = _stacked(layers, 1, pages * page_bytes)
+        return cls(origins, pages, 1, 1, page_bytes, page_bytes, page_bytes, page_bytes, name="opaque")
+
 
 def _stacked(layers: int, kv: int, plane_bytes: int) -> tuple[tuple[Origin, ...], ...]:
     """Origins of one buffer in which the planes lie one behind the other, `[layer][kv]`."""

@@ -67,6 +67,7 @@ class ComponentFacts(Struct, frozen=True, forbid_unknown_fields=True):
     replicated: bool
     has_tokens: bool
     scale_mode: Text
+    opaque_page_tokens: Index
     page_size: Index
 
 

@@ -74,11 +74,14 @@ def check_pair(model: ModelSpec, prefill: Topology, decode: Topology) -> None:
     if p % d and d % p:
         raise ConfigError("tp", f"attention TP (tp // dp) {p} of prefill and {d} of decode: one must divide the other")
     for component in model.components:
-        if not component.has_tokens and (p != d or prefill.cp > 1 or decode.cp > 1):
-            raise ConfigError(
-                f"component {component.name}",
-                f"a state without tokens needs equal attention TP and cp=1, not {p} against {d}",
-            )
+        rigid = "a state without tokens" if not component.has_tokens else "an opaque page"
+        if not component.has_tokens or component.opaque_page_tokens:
+            if p != d or prefill.cp > 1 or decode.cp > 1:
+                text = f"{rigid} needs equal attention TP and cp=1, not {p} against {d}"
+                raise ConfigError(f"component {component.name}", text)
+            if component.opaque_page_tokens and not component.replicated and component.kv_heads != p:
+                text = f"an opaque page is one rank's: kv_heads must be the attention TP {p}, not {component.kv_heads}"
+                raise ConfigError(f"component {component.name}", text)
 
 
 def _head_moves(

@@ -37,11 +37,14 @@ class Sending:
         metadata: goes to the decode side with the request (first token, lengths, ...): MessagePack values by name.
     """
 
-    def __init__(self, shell: Shell, call: Call, to: ReplicaId | None, available: tuple[Interval, ...]) -> None:
+    def __init__(
+        self, shell: Shell, call: Call, to: ReplicaId | None, available: tuple[Interval, ...], announced: Interval
+    ) -> None:
         self.metadata: dict[str, Any] = {}
         self._shell = shell
         self._call = call
         self._available = available
+        self._announced = announced
         self._session = Session(
             shell,
             call,
@@ -84,7 +87,8 @@ class Sending:
         """These tokens of these layers are final in the source pages (once `ready` is set); they may go.
 
         Args:
-            tokens: positions; all that `send` announced by default. A component without tokens goes with the last of them.
+            tokens: positions; all that `send` announced by default. Each component gets its share of them: a state without
+                tokens goes with the last, an opaque page when it is complete. With `component`, in what that counts.
             layers: global layer numbers; all by default.
             component: one component by name; all by default.
             ready: awaited first.
@@ -136,14 +140,17 @@ class Sending:
             self._shell.config.model.component(component)
         asked = None if tokens is None else interval("tokens", tokens)
         which = None if layers is None else interval("layers", layers)
-        ends = [span.end for span, part in zip(self._available, components, strict=True) if part.has_tokens]
-        last = asked is None or asked.end >= max(ends, default=0)
+        if component is None and asked is not None and not self._announced.contains(asked):
+            raise ConfigError("tokens", f"{asked} is outside {self._announced}, which send() announced")
+        last = asked is None or asked.end == self._announced.end
         pushes = []
         for index, part in enumerate(components):
             span = self._available[index]
-            if component not in {None, part.name} or not (part.has_tokens or component or last):
+            if component not in {None, part.name}:
                 continue
-            if asked is not None and part.has_tokens:
+            if asked is not None and component is None:
+                span &= part.units(asked, last)
+            elif asked is not None:
                 if not span.contains(asked):
                     raise ConfigError("tokens", f"{asked} is outside {span}, which send() announced for {part.name!r}")
                 span = asked

@@ -186,6 +186,9 @@ class Component:
         replicated: every attention rank holds the whole (MLA latent). Otherwise heads are sharded.
         has_tokens: False for a recurrent state, which has one entry a request instead of one a token.
         scale_mode: how quantised data is scaled, "" for none; both sides must agree.
+        opaque_page_tokens: 0, or the tokens of a page whose interior only its back-end understands. Such a page is one
+            row, moves whole, and needs equal geometry on both sides: `kv_heads` is the attention TP, `kv_factor` 1,
+            `row_bytes` one rank's page. Its ranges and page tables count pages.
     """
 
     name: str
@@ -197,6 +200,7 @@ class Component:
     replicated: bool = False
     has_tokens: bool = True
     scale_mode: str = ""
+    opaque_page_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not self.layers or list(self.layers) != sorted(set(self.layers)) or self.layers[0] < 0:
@@ -209,6 +213,11 @@ class Component:
         if self.kv_heads > MAX_KV_HEADS:
             raise ConfigError(
                 f"component {self.name}: kv_heads", f"{self.kv_heads}; at most {MAX_KV_HEADS} are supported"
+            )
+        if self.opaque_page_tokens < 0 or (self.opaque_page_tokens and (self.kv_factor != 1 or not self.has_tokens)):
+            raise ConfigError(
+                f"component {self.name}: opaque_page_tokens",
+                f"{self.opaque_page_tokens}; an opaque page has kv_factor 1 and a token axis",
             )
         if self.replicated and self.kv_heads != 1:
             raise ConfigError(
@@ -237,6 +246,20 @@ class Component:
         self.check_attention_tp(attention_tp)
         first = attention_rank * self.kv_heads // attention_tp
         return Interval(first, first + max(1, self.kv_heads // attention_tp))
+
+    def units(self, tokens: Interval, last: bool) -> Interval:
+        """A token range in what this component counts: tokens, whole opaque pages, or its one entry.
+
+        Args:
+            last: the range reaches the end of the request, so that a page it ends in is complete.
+        """
+        if not self.has_tokens:
+            return Interval(0, 1) if last else Interval(0, 0)
+        if not self.opaque_page_tokens:
+            return tokens
+        start = tokens.start // self.opaque_page_tokens
+        end = -(-tokens.end // self.opaque_page_tokens) if last else tokens.end // self.opaque_page_tokens
+        return Interval(start, max(start, end))
 
     def holders_of_a_head(self, attention_tp: int) -> int:
         """How many ranks of an attention TP group have the same head."""

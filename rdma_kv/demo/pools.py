@@ -168,8 +168,8 @@ class RankPool:
     ) -> None:
         self.share = Share.of(component, topology, rank)
         _check_fit(layout, component, self.share, page_size)
-        if pages < 1 or page_size < 1:
-            raise ConfigError("page", f"{pages} pages of {page_size} tokens; both must be positive")
+        if pages < 1:
+            raise ConfigError("pages", f"{pages}; a pool needs a page")
         self.component = component
         self.rank = rank
         self._engine = _ENGINES[layout]
@@ -291,6 +291,16 @@ class RankPool:
         return table[positions // self.page_size], positions % self.page_size
 
 
+def check_pools(layout: str, component: Component, topology: Topology, page_size: int) -> None:
+    """Whether every rank of an engine could have its `RankPool`; allocates nothing.
+
+    Raises:
+        ConfigError: as `RankPool` would.
+    """
+    for stage in range(topology.pp):  # ranks of one stage differ only in which heads they hold
+        _check_fit(layout, component, Share.of(component, topology, topology.rank(stage, 0, 0)), page_size)
+
+
 def _check_fit(layout: str, component: Component, share: Share, page_size: int) -> None:
     """Raises ConfigError where `layout` cannot hold `component` on this rank."""
     if layout not in _ENGINES:
@@ -300,9 +310,11 @@ def _check_fit(layout: str, component: Component, share: Share, page_size: int) 
     if not share.layers.size:
         raise ConfigError("layers_per_stage", f"this rank's stage has no layer of component {component.name!r}")
     if layout in {"lightllm", "sglang"} and component.kv_factor != 2:
-        raise ConfigError("layout", f"{layout} keeps K and V; component {component.name!r} has one plane")
+        raise ConfigError("layout", f"{layout} keeps K and V; component {component.name!r} has one plane, use mla")
     if layout == "mla" and (component.kv_factor, component.kv_heads) != (1, 1):
         raise ConfigError("layout", f"mla keeps one latent row a token; component {component.name!r} has heads")
+    if page_size < 1:
+        raise ConfigError("page", f"{page_size} tokens; must be positive")
     if layout in TOKEN_GRANULAR and page_size != 1:
         raise ConfigError("page", f"{page_size}; {layout} is token-granular, use page=1")
 

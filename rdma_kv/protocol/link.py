@@ -285,6 +285,7 @@ def check_compatible(own: Identity, remote: Identity) -> None:
             "replicated",
             "has_tokens",
             "scale_mode",
+            "opaque_page_tokens",
         ):
             same(f"{ours.name}.{field}", getattr(ours, field), getattr(theirs, field))
     prefill, decode = (own, remote) if own.id.role is Role.PREFILL else (remote, own)
@@ -305,6 +306,7 @@ def _component_facts(component: Component, page_size: int) -> ComponentFacts:
         replicated=component.replicated,
         has_tokens=component.has_tokens,
         scale_mode=component.scale_mode,
+        opaque_page_tokens=component.opaque_page_tokens,
         page_size=page_size,
     )
 
@@ -320,6 +322,7 @@ def _read_component(facts: ComponentFacts) -> Component:
         facts.replicated,
         facts.has_tokens,
         facts.scale_mode,
+        facts.opaque_page_tokens,
     )
 
 

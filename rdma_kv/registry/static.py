@@ -36,8 +36,6 @@ from rdma_kv.types import AgentId, ReplicaId, Role
 
 _ADDRESS = re.compile(r"(\[(?P<v6>[^\[\]\s]+)\]|(?P<host>[^\[\]:\s]+)):(?P<port>[0-9]{1,5})")
 
-_UNSPECIFIED = frozenset({"0.0.0.0", "::", "*"})  # noqa: S104 - refused here
-
 
 @dataclass(frozen=True, slots=True)
 class AgentRecord:
@@ -161,9 +159,10 @@ def _check_reachable(engines: Iterable[EngineRecord]) -> None:
     Raises:
         ConfigError: an unspecified address, or loopback beside addresses of other hosts.
     """
-    local, remote = [], []
+    local: list[AgentRecord] = []
+    remote: list[AgentRecord] = []
     for agent in (agent for engine in engines for agent in engine.agents):
-        if agent.host in _UNSPECIFIED:
+        if _is_unspecified(agent.host):
             raise ConfigError(
                 "agent.address", f"{agent.host} of {agent.id} is no place to dial; name an address of its host"
             )
@@ -176,8 +175,15 @@ def _check_reachable(engines: Iterable[EngineRecord]) -> None:
         )
 
 
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ip_address(host).is_unspecified
+    except ValueError:
+        return host == "*"
+
+
 def _is_loopback(host: str) -> bool:
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ip_address(host).is_loopback

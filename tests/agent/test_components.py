@@ -134,3 +134,48 @@ async def test_bad_pages_name_their_component(tmp_path, pages, field):
         with pytest.raises(ConfigError) as caught:
             c.prefill.agents[0].send("k", 0, pages, to=DECODE, tokens=TOKENS)
         assert caught.value.field == field
+
+
+OPAQUE = Component("blocks", (0, 1, 2, 3), 2, 1, 96, "packed", opaque_page_tokens=16)
+PACKED = ModelSpec((KV, OPAQUE), "a back-end of its own")
+
+
+async def test_opaque_pages_move_whole_when_they_are_complete(tmp_path):
+    """A page of 16 tokens whose interior nobody knows: 40 tokens are three pages, of which the last one is partial."""
+    async with cluster(
+        tmp_path,
+        PACKED,
+        Side("prefill", Role.PREFILL, Topology.with_layers(4, tp=2), page_sizes={"blocks": 1}),
+        Side("decode", Role.DECODE, Topology.with_layers(4, tp=2), page_sizes={"blocks": 1}),
+    ) as c:
+        for memory in (*c.prefill.memory_of(0, 0), *c.prefill.memory_of(0, 1)):
+            memory.fill(1, [5, 2, 9], 40 if memory.component == 0 else 3)
+        receiving = asyncio.create_task(c.decode.agents[0].receive("k", 0, [1, 3, 4], source=PREFILL, tokens=(16, 40)))
+        blocks = c.decode.memory_of(0, 1)[0]
+        async with c.prefill.agents[0].send("k", 0, [5, 2, 9], to=DECODE, tokens=40) as out:
+            await out.push((0, 20))
+            await out.push((20, 35))  # completes page 1
+            while not blocks.written():
+                await asyncio.sleep(0)
+            assert {page for page, _ in blocks.written()} == {3}
+            await out.push((35, 40))
+        received = await receiving
+        assert received.tokens == {"kv": (16, 40), "blocks": (1, 3)}
+        for memory in c.decode.memory_of(0, 1):
+            memory.check(1, [1, 3, 4], 1, 3)
+        for memory in c.decode.memory_of(0, 0):
+            memory.check(1, [1, 3, 4], 16, 40)
+        c.check_nothing_leaked()
+
+
+async def test_opaque_pages_need_equal_geometry(tmp_path):
+    async with cluster(
+        tmp_path,
+        PACKED,
+        Side("prefill", Role.PREFILL, Topology.with_layers(4, tp=2), page_sizes={"blocks": 1}),
+        Side("decode", Role.DECODE, Topology.with_layers(4, tp=4), page_sizes={"blocks": 1}),
+    ) as c:
+        with pytest.raises(ConfigError) as caught:
+            async with c.prefill.agents[0].send("k", 0, [0], to=DECODE, tokens=1) as out:
+                await out.push()
+        assert caught.value.field == "component blocks"

@@ -60,16 +60,16 @@ async def test_layer_by_layer_with_a_ready_event(tmp_path):
         source, target = [3, 8, 5], [1, 6, 2]
         events = [asyncio.Event() for _ in range(4)]
         receiving = asyncio.create_task(c.decode.agents[0].receive("k", 0, target, source=PREFILL, tokens=40))
-        async with c.prefill.agents[0].send("k", 0, source, to=DECODE, tokens=40) as out:
-            async with asyncio.TaskGroup() as group:
-                for layer, event in enumerate(events):
-                    group.create_task(out.push(layers=(layer, layer + 1), ready=event))
-                for _ in range(20):
-                    await asyncio.sleep(0)
-                assert c.prefill.agents[0].stats()["gather_launches"] == 0  # nothing is ready
-                fill(c, source, 40)
-                for event in reversed(events):
-                    event.set()
+        sending = c.prefill.agents[0].send("k", 0, source, to=DECODE, tokens=40)
+        async with sending as out, asyncio.TaskGroup() as group:
+            for layer, event in enumerate(events):
+                group.create_task(out.push(layers=(layer, layer + 1), ready=event))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert c.prefill.agents[0].stats()["gather_launches"] == 0  # nothing is ready
+            fill(c, source, 40)
+            for event in reversed(events):
+                event.set()
         await receiving
         check(c, target, 0, 40)
         c.check_nothing_leaked()

@@ -47,7 +47,19 @@ from rdma_kv.messages import (
 
 ID = bytes(range(16))
 TOPOLOGY = TopologyFacts(2, 1, 1, 2, [4], "contiguous")
-COMPONENT = ComponentFacts("kv", [0, 1, 2, 3], 4, 2, 256, "bfloat16", False, True, "", 16)
+COMPONENT = ComponentFacts(
+    name="kv",
+    layers=[0, 1, 2, 3],
+    kv_heads=4,
+    kv_factor=2,
+    row_bytes=256,
+    dtype="bfloat16",
+    replicated=False,
+    has_tokens=True,
+    scale_mode="",
+    opaque_page_tokens=0,
+    page_size=16,
+)
 
 ONE_OF_EACH: list[ControlMessage] = [
     Hello(1, "c", "p", "prefill", 0, ID, TOPOLOGY, "replica", "model", [COMPONENT], [(0, 0), (1, 1)], "nixl", 1 << 22),
