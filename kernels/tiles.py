@@ -192,7 +192,9 @@ def _move(table: tl.tensor, scatter: tl.constexpr, tile_words: tl.constexpr) -> 
     table32 = table.to(tl.pointer_type(tl.int32))
     chunk_of = table32 + tl.load(table + 1)
     lane = tl.arange(0, tile_words)
-    for tile in range(tl.program_id(0), tl.load(table), tl.num_programs(0)):
+    tiles = tl.load(table)
+    tile = tl.program_id(0)
+    while tile < tiles:  # range() over scalars of the interpreter fails with Triton 3.6 and NumPy 2.4
         line = table + _HEADER + tl.load(chunk_of + tile).to(tl.int64) * _FIELDS
         word_bytes = tl.load(line + _WORD_BYTES)
         row_words = tl.load(line + _ROW_WORDS)
@@ -233,6 +235,7 @@ def _move(table: tl.tensor, scatter: tl.constexpr, tile_words: tl.constexpr) -> 
             _copy(source, target, mask, tl.int16)
         else:
             _copy(source, target, mask, tl.int8)
+        tile += tl.num_programs(0)
 
 
 INTERPRETED = not isinstance(_move, triton.JITFunction)  # as decided by TRITON_INTERPRET at import

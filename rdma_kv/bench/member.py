@@ -11,13 +11,25 @@ import resource
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
 
 from rdma_kv.agent import Agent
-from rdma_kv.bench.wire import Answer, Channel, Check, Checked, Failed, Move, Moved, Question, Rest, Rested, Started, Stop
+from rdma_kv.bench.wire import (
+    Answer,
+    Channel,
+    Check,
+    Checked,
+    Failed,
+    Move,
+    Moved,
+    Question,
+    Rest,
+    Rested,
+    Started,
+    Stop,
+)
 from rdma_kv.config import StagingConfig, Timeouts
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.layout import KvLayout
@@ -99,12 +111,12 @@ class Member:
         if self.role is Role.DECODE:
             source = ReplicaId(Role.PREFILL.value, 0)
             received = await self.agent.receive(job.key, 0, pages, tokens=job.tokens, source=source)
-            return Moved([], received_bytes=received.received_bytes)
+            return Moved(received_bytes=received.received_bytes)
         begin = asyncio.get_running_loop().time()
         async with self.agent.send(job.key, 0, pages, tokens=job.tokens, to=ReplicaId(Role.DECODE.value, 0)) as out:
             await out.push()
         seconds = asyncio.get_running_loop().time() - begin
-        return Moved([], seconds=seconds, lane="+".join(self.agent.stats()["lanes"]))
+        return Moved(seconds=seconds, lane="+".join(self.agent.stats()["lanes"]))
 
 
 async def serve(spec: HostSpec, channel: Channel, transport: Callable[[str], Transport]) -> None:
@@ -153,13 +165,15 @@ async def _answer(members: Sequence[Member], message: Question) -> Answer:
 
 
 async def _move(members: Sequence[Member], job: Move) -> Moved:
+    waited_s = _core_wait_s()
     async with _lag_probe() as lag_s:
         parts = await asyncio.gather(*(member.move(job) for member in members))
     return Moved(
-        lag_s,
-        max(part.seconds for part in parts),
-        sum(part.received_bytes for part in parts),
-        "".join(part.lane for part in parts),
+        lag_s=lag_s,
+        core_wait_s=_core_wait_s() - waited_s,
+        seconds=max(part.seconds for part in parts),
+        received_bytes=sum(part.received_bytes for part in parts),
+        lane="".join(part.lane for part in parts),
     )
 
 
@@ -177,21 +191,31 @@ def _cpu_s() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def _core_wait_s() -> float:
+    """Seconds that the calling thread has been ready to run without a core; 0 where the kernel does not count them."""
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
+
+
 @contextlib.asynccontextmanager
 async def _lag_probe() -> AsyncIterator[list[float]]:
-    """Collects how late timers of 1 ms are, one after the other."""
+    """Collects how late timers of 1 ms are, one after the other; at least one, as the last is waited for."""
     lag_s: list[float] = []
+    ended = False
 
     async def probe() -> None:
         loop = asyncio.get_running_loop()
-        while True:
+        while not ended:
             planned = loop.time() + _TIMER_S
             await asyncio.sleep(_TIMER_S)
             lag_s.append(loop.time() - planned)
 
     task = asyncio.create_task(probe())
+    await asyncio.sleep(0)  # the first timer runs before the work begins
     try:
         yield lag_s
     finally:
-        task.cancel()
-        await asyncio.wait([task])
+        ended = True
+        await task

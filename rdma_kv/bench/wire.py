@@ -31,11 +31,13 @@ class Moved(Struct, frozen=True, tag=True):
 
     Attributes:
         lag_s: how late each timer of 1 ms was meanwhile.
+        core_wait_s: how long the event loop's thread was ready meanwhile and had no core.
         seconds: from the sender's push to its DONE.
         received_bytes: payload.
     """
 
-    lag_s: list[float]
+    lag_s: list[float] = []
+    core_wait_s: float = 0.0
     seconds: float = 0.0
     received_bytes: int = 0
     lane: str = ""
@@ -94,9 +96,10 @@ class Channel:
         """The next message; None when the other end is gone."""
         try:
             (length,) = _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
-            return _decoder.decode(await self._reader.readexactly(length))
+            message: Question | Answer = _decoder.decode(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
+        return message
 
     async def answer(self) -> Answer:
         """The next answer.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -235,10 +235,13 @@ def _show_verdict(out: Console, verdict: Verdict) -> None:
     sent = [answer for answers in verdict.sent.values() for answer in answers]
     arrived = [answer for answers in verdict.arrived.values() for answer in answers]
     if sent:
-        moved, seconds = answer["bytes"], sum(s.seconds for s in sent)
+        rates = [
+            sum(a.received_bytes for a in verdict.arrived[n]) / max(s.seconds for s in verdict.sent[n]) / 1e9
+            for n in verdict.sent
+        ]
         out.print(
-            f"moved {moved:,} bytes of KV over {answer['lane']}; {moved / seconds / 1e9:.3f} GB/s from push to done, "
-            f"handshakes included",
+            f"moved {answer['bytes']:,} bytes of KV over {answer['lane']}; from push to done {median(rates):.3f} GB/s "
+            f"(median of small requests, beside the model on the same cores)",
             soft_wrap=True,
         )
         stages = {

@@ -165,9 +165,8 @@ class DemoModel:
         self._family = _FAMILIES[model]
         self._torch, self._new_cache, self._model = _build(self.shape, self._family)
         names = inspect.signature(self._model.forward).parameters
-        self._cache_argument = (
-            "cache" if "cache" in names else "past_key_values"
-        )  # later versions of transformers 5 have renamed it
+        # Later versions of transformers 5 have renamed it, and warn.
+        self._cache_argument = "cache" if "cache" in names else "past_key_values"
 
     def spec(self) -> ModelSpec:
         return self.shape.spec()

@@ -21,7 +21,7 @@ from rdma_kv.agent import Agent
 from rdma_kv.config import StagingConfig, Timeouts
 from rdma_kv.demo.model import DemoModel, KvArray
 from rdma_kv.demo.pools import PageAllocator, RankPool, Share, assemble, cut, pages_for
-from rdma_kv.demo.verify import alteration_is_seen, compare, fingerprints, overwrite_page
+from rdma_kv.demo.verify import alteration_is_seen, compare, control_page_size, fingerprints, overwrite_page
 from rdma_kv.demo.wire import (
     Arrived,
     Channel,
@@ -192,7 +192,7 @@ class Replica:
         tokens = self.model.generate(together.kv, held.first_token, job.new_tokens)
         generate_s = time.perf_counter() - begin
         page_size = min(self.spec.page_size, held.tokens)
-        spoilt = overwrite_page(together.kv, 0, page_size)
+        spoilt = overwrite_page(together.kv, 0, control_page_size(self.spec.page_size, held.tokens))
         first = self.spec.ranks[0]
         return Verified(
             job.number,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rdma_kv.demo.model import DemoModel, ModelShape, warm
-from rdma_kv.demo.pools import pages_for
+from rdma_kv.demo.pools import check_pools, pages_for
 from rdma_kv.demo.replica import CLUSTER, ReplicaSpec, model_thread, serve
 from rdma_kv.demo.wire import (
     Arrived,
@@ -77,7 +77,13 @@ class DemoOptions:
 
     def check(self) -> None:
         """Raises ConfigError where model, sides or counts do not fit together."""
-        check_pair(self.shape.spec(), self.prefill.topology, self.decode.topology)
+        spec = self.shape.spec()
+        check_pair(spec, self.prefill.topology, self.decode.topology)
+        for option, engine in (("--prefill", self.prefill), ("--decode", self.decode)):
+            try:
+                check_pools(engine.layout, spec.components[0], engine.topology, engine.page_size)
+            except ConfigError as exc:
+                raise ConfigError(f"{option} {exc.field}", exc.problem) from exc
         if self.transport not in {"nixl", "loopback"}:
             raise ConfigError("--transport", f"{self.transport!r}; use nixl or loopback")
         if self.processes not in {"replica", "rank"}:

@@ -203,6 +203,7 @@ class IncomingTransfer:
             return self._violation("RELEASE of a slot that is not granted, or after FINISH", now)
         self._slots.granted -= slots
         self._slots.given -= len(slots)
+        self._want = min(self._want, self._slots.given)  # no more until the next OFFER
         return [*(ReleaseSlot(slot) for slot in slots), *self._settle()]
 
     def started(self) -> list[Action]:

@@ -146,6 +146,7 @@ class OutgoingTransfer:
         self._boxes: deque[Box] = deque()
         self._want = 0
         self._grants: deque[SlotRef] = deque()
+        self._epochs: dict[int, int] = {}  # of each slot, the last that was granted
         self._flight = _Flight()
         self._metadata: dict[str, Any] | None = None
         self._started = False
@@ -209,7 +210,7 @@ class OutgoingTransfer:
         if any(slot >= num_slots for slot, _ in message.slots):
             return self._violation(f"GRANT of a slot outside 0..{num_slots - 1}", now)
         self._machine.step(_E.GRANT)
-        slots = [SlotRef(slot, epoch) for slot, epoch in message.slots]
+        slots = self._new(message)
         if self.state in {_S.ABORTING, _S.FAILED}:
             return self._unused(*slots)
         if self.state is not _S.SENDING:
@@ -230,6 +231,15 @@ class OutgoingTransfer:
         pushed, self._pushed = self._pushed, []
         actions = self._enqueue(pushed, told, now)
         return actions + (self._give_back(len(self._grants) - len(self._boxes)) if self.state is _S.SENDING else [])
+
+    def _new(self, message: Grant) -> list[SlotRef]:
+        """The slots of a GRANT, each once: an epoch that a later GRANT repeats may be in use or over."""
+        slots = []
+        for slot, epoch in message.slots:
+            if epoch > self._epochs.get(slot, 0):
+                self._epochs[slot] = epoch
+                slots.append(SlotRef(slot, epoch))
+        return slots
 
     def done(self, now: float) -> list[Action]:
         if not self._machine.allows(_E.DONE):

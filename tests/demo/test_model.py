@@ -14,13 +14,15 @@ import numpy as np
 import pytest
 
 from rdma_kv.demo.model import DemoModel, ModelShape, warm
-from rdma_kv.demo.pools import PageAllocator, RankPool, assemble, cut, pages_for
-from rdma_kv.demo.verify import compare, fingerprints, overwrite_page
+from rdma_kv.demo.pools import PageAllocator, RankPool, assemble, check_pools, cut, pages_for
+from rdma_kv.demo.verify import compare, control_page_size, fingerprints, overwrite_page
 from rdma_kv.errors import ConfigError, LocalProtocolError
 from rdma_kv.topology import Topology
 from rdma_kv.types import Interval
 
 COUNT = 16
+KV_HEADS = [1, 2, 4, 8]
+MODELS = [*KV_HEADS, "mla"]  # qwen2 by its KV heads
 TASKS = Path("/proc/self/task")
 
 
@@ -34,7 +36,7 @@ def refuse(*_args):
 
 @pytest.fixture(scope="module")
 def warmed():
-    """(the default model, OS and Python threads before, the same after); built with the network refused."""
+    """(the default models, OS and Python threads before, the same after); built with the network refused."""
     if find_spec("torch") is None or find_spec("transformers") is None:
         pytest.skip("needs torch and transformers")
     before = os_threads(), threading.active_count()
@@ -42,19 +44,24 @@ def warmed():
         patch.setattr(socket.socket, "connect", refuse)
         patch.setattr(socket.socket, "connect_ex", refuse)
         patch.setattr(socket, "getaddrinfo", refuse)
-        model = warm(ModelShape())
-    return model, before, (os_threads(), threading.active_count())
+        models = warm(ModelShape()), warm(ModelShape(model="mla"))
+    return models, before, (os_threads(), threading.active_count())
 
 
 @pytest.fixture(scope="module")
 def model(warmed):
-    return warmed[0]
+    return warmed[0][0]
 
 
 @pytest.fixture(scope="module")
-def models(model):
-    """A model for each number of KV heads, with seeds of their own."""
-    return {4: model} | {kv_heads: DemoModel(10 + kv_heads, kv_heads=kv_heads) for kv_heads in (1, 2, 8)}
+def mla(warmed):
+    return warmed[0][1]
+
+
+@pytest.fixture(scope="module")
+def models(model, mla):
+    """By `MODELS`: qwen2 for each number of KV heads, with seeds of their own, and mla."""
+    return {4: model, "mla": mla} | {kv_heads: DemoModel(10 + kv_heads, kv_heads=kv_heads) for kv_heads in (1, 2, 8)}
 
 
 def test_importing_is_cheap():
@@ -67,7 +74,9 @@ def test_warming_starts_no_thread(warmed):
     assert before == after
 
 
-def test_forked_child_computes_the_same(model):
+@pytest.mark.parametrize("which", [4, "mla"])
+def test_forked_child_computes_the_same(models, which):
+    model = models[which]
     prompt = model.prompts(3, 8)[2]
     wanted = model.undivided(prompt, COUNT)
     reader, writer = os.pipe()
@@ -79,7 +88,7 @@ def test_forked_child_computes_the_same(model):
         try:
             kv, first, _ = model.prefill(prompt)
             inherited = [first, *model.generate(kv, first, COUNT)]
-            rebuilt = DemoModel().undivided(prompt, COUNT)
+            rebuilt = DemoModel(model=model.shape.model).undivided(prompt, COUNT)
             os.write(writer, json.dumps([inherited, rebuilt, os_threads()]).encode())
         finally:
             os._exit(0)
@@ -93,13 +102,14 @@ def test_forked_child_computes_the_same(model):
     assert threads == (1 if TASKS.exists() else 0)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_tokens_from_the_kv_alone_equal_the_undivided_run(models, kv_heads):
-    model = models[kv_heads]
+@pytest.mark.parametrize("which", MODELS)
+def test_tokens_from_the_kv_alone_equal_the_undivided_run(models, which):
+    model = models[which]
     distinct = []
-    for prompt in model.prompts(5, kv_heads):
+    for prompt in model.prompts(4, 3):
         kv, first, extras = model.prefill(prompt)
-        assert kv.shape == (4, 2, len(prompt), kv_heads, 32)
+        assert kv.shape == ((4, 1, len(prompt), 1, 80) if which == "mla" else (4, 2, len(prompt), which, 32))
+        assert kv.shape == model.shape.kv_shape(len(prompt))
         assert kv.dtype == np.float32
         assert np.isfinite(kv).all()
         assert extras["prompt_tokens"] == len(prompt)
@@ -109,8 +119,10 @@ def test_tokens_from_the_kv_alone_equal_the_undivided_run(models, kv_heads):
     assert np.mean(distinct) >= 10
 
 
-def test_undivided_run_equals_a_run_without_any_cache(model):
+@pytest.mark.parametrize("which", [4, "mla"])
+def test_undivided_run_equals_a_run_without_any_cache(models, which):
     """Oracle: the whole sequence again for every token, by the model's own forward."""
+    model = models[which]
     torch = model._torch
     for prompt in model.prompts(2, 1):
         tokens = []
@@ -121,22 +133,85 @@ def test_undivided_run_equals_a_run_without_any_cache(model):
         assert model.undivided(prompt, COUNT) == tokens
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
-def test_any_overwritten_page_changes_the_tokens(models, kv_heads):
-    model = models[kv_heads]
-    for prompt in model.prompts(3, 20 + kv_heads):
+def test_latents_are_what_attention_makes_of_its_input(mla):
+    """Oracle: the compressed latent after its norm, and the key turned as complex numbers by position and frequency."""
+    compressed, normed = {}, {}
+    hooks = []
+    for index, layer in enumerate(mla._model.model.layers):
+        attention = layer.self_attn
+        for kept, module in ((compressed, attention.kv_a_proj_with_mqa), (normed, attention.kv_a_layernorm)):
+            hooks.append(
+                module.register_forward_hook(
+                    lambda _m, _i, out, kept=kept, index=index: kept.update({index: out.numpy()})
+                )
+            )
+    try:
+        prompt = mla.prompts(1, 9)[0]
+        kv = mla.prefill(prompt).kv
+    finally:
+        for hook in hooks:
+            hook.remove()
+    angles = np.arange(len(prompt))[:, None] / 10_000.0 ** (np.arange(8) / 8)
+    for index in range(4):
+        np.testing.assert_array_equal(kv[index, 0, :, 0, :64], normed[index][0])
+        latent, key = compressed[index][0, :, :64].astype(np.float64), compressed[index][0, :, 64:]
+        scaled = latent / np.sqrt((latent**2).mean(axis=-1, keepdims=True) + 1e-6)
+        np.testing.assert_allclose(kv[index, 0, :, 0, :64], scaled, rtol=1e-4, atol=1e-5)
+        turned = (key[:, 0::2] + 1j * key[:, 1::2]) * np.exp(1j * angles)
+        wanted = np.concatenate([turned.real, turned.imag], axis=-1)
+        np.testing.assert_allclose(kv[index, 0, :, 0, 64:], wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_latents_are_all_that_the_cache_holds(mla):
+    """80 elements a token and layer; expanded keys and values would be 8 heads of 48 and 32."""
+    cache = mla._new_cache()
+    mla._forward([1, 2, 3], cache)
+    mla._forward([4], cache)
+    shapes = {(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in cache.layers}
+    assert shapes == {((1, 1, 4, 64), (1, 1, 4, 16))}
+
+
+def test_tokens_need_the_latent_and_the_rotated_key(mla):
+    kv, first, _ = mla.prefill(mla.prompts(1, 5)[0])
+    tokens = mla.generate(kv, first, COUNT)
+    for part in (slice(64), slice(64, 80)):
+        damaged = kv.copy()
+        damaged[..., part] = 0
+        assert mla.generate(damaged, first, COUNT) != tokens
+
+
+def test_library_that_caches_expanded_keys_and_values_is_refused(mla, monkeypatch):
+    """As transformers did before 5.15; 48 and 32 elements make 80 too."""
+
+    class Expanded:
+        def __init__(self):
+            torch = mla._torch
+            layer = type("Layer", (), {"keys": torch.zeros(1, 8, 2, 48), "values": torch.zeros(1, 8, 2, 32)})
+            self.layers = [layer] * 4
+
+    monkeypatch.setattr(mla, "_new_cache", Expanded)
+    monkeypatch.setattr(mla, "_forward", lambda tokens, cache: mla._torch.zeros(512))
+    with pytest.raises(ConfigError, match="transformers"):
+        mla.prefill([0, 1])
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_any_overwritten_page_changes_the_tokens(models, which):
+    model = models[which]
+    for prompt in model.prompts(2, 21):
         kv, first, _ = model.prefill(prompt)
         tokens = model.generate(kv, first, COUNT)
-        for page_size in (16, 32):
+        for page_size in (control_page_size(1, len(prompt)), 32):
             last = pages_for(len(prompt), page_size) - 1
             for page in {0, last // 2, last}:
                 assert model.generate(overwrite_page(kv, page, page_size), first, COUNT) != tokens
 
 
-@pytest.mark.usefixtures("model")
-def test_other_seeds_and_depths_are_sensitive_too():
-    for seed, layers in [(101, 4), (102, 4), (103, 2), (104, 10)]:
-        model = DemoModel(seed, layers=layers)
+@pytest.mark.usefixtures("warmed")
+@pytest.mark.parametrize("kind", ["qwen2", "mla"])
+def test_other_seeds_and_depths_are_sensitive_too(kind):
+    for seed, layers in [(101, 4), (102, 2), (103, 6)]:
+        model = DemoModel(seed, layers=layers, model=kind)
         prompt = model.prompts(1, seed)[0]
         kv, first, _ = model.prefill(prompt)
         tokens = model.generate(kv, first, COUNT)
@@ -157,7 +232,9 @@ def test_exchanged_pages_keep_the_tokens_but_not_the_bytes(model):
     assert len(compare(fingerprints(kv), exchanged, component, topology, 0)) == 4 * 2 * 4
 
 
-def test_generate_only_reads_its_kv(model):
+@pytest.mark.parametrize("which", [4, "mla"])
+def test_generate_only_reads_its_kv(models, which):
+    model = models[which]
     kv, first, _ = model.prefill(model.prompts(1, 4)[0])
     kv.setflags(write=False)
     before = kv.tobytes()
@@ -165,18 +242,39 @@ def test_generate_only_reads_its_kv(model):
     assert kv.tobytes() == before
 
 
-def test_tokens_survive_the_pools_of_both_sides(model):
+@pytest.mark.parametrize(
+    ("which", "source", "destination", "prefill", "decode"),
+    [
+        (4, ("nhd", 16), ("hnd", 32), Topology.with_layers(4, tp=2), Topology.with_layers(4, tp=4, dp=2)),
+        (4, ("sglang", 4), ("lightllm", 1), Topology(pp=2, layers_per_stage=(3, 1)), Topology.with_layers(4, tp=2)),
+        (2, ("lightllm", 1), ("trtllm", 32), Topology.with_layers(4, tp=4), Topology(pp=2, layers_per_stage=(1, 3))),
+        ("mla", ("mla", 64), ("mla", 16), Topology(pp=2, layers_per_stage=(3, 1)), Topology.with_layers(4, tp=2)),
+        ("mla", ("nhd", 16), ("hnd", 8), Topology.with_layers(4, tp=2, dp=2), Topology(pp=2, layers_per_stage=(1, 3))),
+    ],
+)
+def test_tokens_survive_the_pools_of_both_sides(models, which, source, destination, prefill, decode):
     """The demo without a transfer: cut, paged, read back, joined, decoded, verified."""
+    model = models[which]
     component = model.spec().components[0]
-    prefill, decode = Topology.with_layers(4, tp=2), Topology.with_layers(4, tp=4, dp=2)
-    pools = {rank: RankPool("nhd", component, prefill, rank, pages=32, page_size=16) for rank in range(2)}
-    targets = {rank: RankPool("hnd", component, decode, rank, pages=16, page_size=32, seed=1) for rank in (2, 3)}
-    sources, free = PageAllocator(32, 1), PageAllocator(16, 2)
+    (layout, page), (other, place_page) = source, destination
+    for side, topology in ((source, prefill), (destination, decode)):
+        check_pools(side[0], component, topology, side[1])
+    prompts = model.prompts(2, 6)
+    pages, places = (sum(pages_for(len(prompt), size) for prompt in prompts) + 3 for size in (page, place_page))
+    pools = {
+        rank: RankPool(layout, component, prefill, rank, pages=pages, page_size=page)
+        for rank in prefill.replica_ranks(0)
+    }
+    targets = {
+        rank: RankPool(other, component, decode, rank, pages=places, page_size=place_page, seed=1)
+        for rank in decode.replica_ranks(decode.dp - 1)
+    }
+    sources, free = PageAllocator(pages, 1), PageAllocator(places, 2)
     written = []
-    for prompt in model.prompts(3, 6):
+    for prompt in prompts:
         tokens = len(prompt)
         kv, first, _ = model.prefill(prompt)
-        table, place = sources.take(pages_for(tokens, 16)), free.take(pages_for(tokens, 32))
+        table, place = sources.take(pages_for(tokens, page)), free.take(pages_for(tokens, place_page))
         for rank, pool in pools.items():
             pool.write(table, cut(kv, component, prefill, rank))
         moved = assemble({rank: pool.read(table, tokens) for rank, pool in pools.items()}, component, prefill).kv
@@ -219,9 +317,28 @@ def test_spec_says_what_the_kv_is():
     assert ModelShape().spec() == ModelShape().spec()
 
 
+def test_spec_of_a_latent():
+    component = ModelShape(model="mla", layers=6).spec().components[0]
+    assert component.layers == tuple(range(6))
+    assert (component.kv_heads, component.kv_factor, component.row_bytes) == (1, 1, 320)
+    assert component.dtype == "float32"
+    assert component.replicated
+    shapes = [ModelShape(), ModelShape(kv_heads=1), ModelShape(model="mla"), ModelShape(seed=1, model="mla")]
+    assert len({shape.spec().fingerprint for shape in shapes}) == 4
+
+
+def test_a_latent_is_one_head_whether_said_or_not():
+    assert ModelShape(model="mla") == ModelShape(kv_heads=1, model="mla")
+    assert ModelShape(model="mla").kv_heads == 1
+
+
 @pytest.mark.parametrize(
     ("options", "field"),
     [
+        ({"model": "llama"}, "--model"),
+        ({"model": "mla", "kv_heads": 2}, "--kv-heads"),
+        ({"model": "mla", "kv_heads": 8}, "--kv-heads"),
+        ({"model": "mla", "layers": 0}, "--layers"),
         ({"kv_heads": 3}, "--kv-heads"),
         ({"kv_heads": 0}, "--kv-heads"),
         ({"kv_heads": 16}, "--kv-heads"),
@@ -241,11 +358,17 @@ def test_number_of_requests_is_bounded():
             ModelShape().prompts(requests, 0)
 
 
-def test_wrong_input_is_refused(model):
+def test_wrong_input_is_refused(model, mla):
     kv, first, _ = model.prefill([1, 2, 3])
     for wrong in (kv[:2], kv[:, :1], kv[:, :, :, :2], kv[0], kv.astype(np.float64)):
         with pytest.raises(LocalProtocolError):
             model.generate(wrong, first, 1)
+        with pytest.raises(LocalProtocolError):
+            mla.generate(wrong, first, 1)
+    latents = mla.prefill([1, 2, 3]).kv
+    for wrong in (latents[..., :64], latents[:3], latents[0], np.concatenate([latents, latents], axis=1)):
+        with pytest.raises(LocalProtocolError):
+            mla.generate(wrong, first, 1)
     for tokens in ([], [512], [-1], [0] * 1025):
         with pytest.raises(LocalProtocolError):
             model.prefill(tokens)

@@ -1,13 +1,15 @@
 """Pools, allocator, cut and assemble, against literal indexing and against the strides that a pool claims."""
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rdma_kv.demo.pools import LAYOUTS, PageAllocator, RankPool, Share, assemble, cut, pages_for
+from rdma_kv.demo.pools import LAYOUTS, PageAllocator, RankPool, Share, assemble, check_pools, cut, pages_for
+from rdma_kv.demo.verify import alter_head, alteration_is_seen, compare, fingerprints
 from rdma_kv.errors import ConfigError, LocalProtocolError
 from rdma_kv.topology import Component, ContextSplit, ModelSpec, Topology
 from rdma_kv.types import Interval
@@ -27,137 +29,190 @@ def cells(component, tokens):
     return -1.0 - np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
 
 
-# One engine's tensor each, indexed by hand: the row of (layer, kv, page, offset, head). `h` heads, `p` tokens a page.
+class Place(NamedTuple):
+    """One rank, and which layers and heads of four it holds, written out."""
+
+    topology: Topology
+    rank: int
+    layers: list[int]
+    heads: list[int]
+
+
+PLACES = {
+    "all layers": Place(TP2, 1, [0, 1, 2], [2, 3]),
+    "last stage": Place(Topology(tp=4, pp=2, dp=2, layers_per_stage=(1, 2)), 7, [1, 2], [2, 3]),
+    "one layer": Place(Topology(pp=2, layers_per_stage=(2, 1)), 1, [2], [0, 1, 2, 3]),
+}
+
+# One engine's tensor each, indexed by hand: the row of (layer, kv, page, offset, head). `n` layers and `h` heads are the
+# rank's own, `p` tokens a page.
 BY_HAND = {
-    "nhd": lambda b, layer, kv, page, off, head, h, p: b[0][layer][kv][page][off][head],
-    "hnd": lambda b, layer, kv, page, off, head, h, p: b[0][layer][kv][page][head][off],
-    "lightllm": lambda b, layer, kv, page, off, head, h, p: b[0][layer][page][kv * h + head],
-    "sglang": lambda b, layer, kv, page, off, head, h, p: b[layer + 3 * kv][page * p + off][head],
-    "trtllm": lambda b, layer, kv, page, off, head, h, p: b[0][page][layer][kv][head][off],
-    "mla": lambda b, layer, kv, page, off, head, h, p: b[0][layer][page][off],
+    "nhd": lambda b, layer, kv, page, off, head, n, h, p: b[0][layer][kv][page][off][head],
+    "hnd": lambda b, layer, kv, page, off, head, n, h, p: b[0][layer][kv][page][head][off],
+    "lightllm": lambda b, layer, kv, page, off, head, n, h, p: b[0][layer][page][kv * h + head],
+    "sglang": lambda b, layer, kv, page, off, head, n, h, p: b[layer + n * kv][page * p + off][head],
+    "trtllm": lambda b, layer, kv, page, off, head, n, h, p: b[0][page][layer][kv][head][off],
+    "mla": lambda b, layer, kv, page, off, head, n, h, p: b[0][layer][page][off],
 }
 SHAPES = {
-    "nhd": [(3, 2, 7, 4, 2, 8)],
-    "hnd": [(3, 2, 7, 2, 4, 8)],
-    "lightllm": [(3, 28, 4, 8)],
-    "sglang": [(28, 2, 8)] * 6,
-    "trtllm": [(7, 3, 2, 2, 4, 8)],
-    "mla": [(3, 7, 4, 8)],
+    "nhd": lambda n, kv, h: [(n, kv, 7, 4, h, 8)],
+    "hnd": lambda n, kv, h: [(n, kv, 7, h, 4, 8)],
+    "lightllm": lambda n, kv, h: [(n, 28, 2 * h, 8)],
+    "sglang": lambda n, kv, h: [(28, h, 8)] * (2 * n),
+    "trtllm": lambda n, kv, h: [(7, n, kv, h, 4, 8)],
+    "mla": lambda n, kv, h: [(n, 7, 4, 8)],
+}
+FORMS = {
+    **{layout: (layout, GQA) for layout in ("nhd", "hnd", "lightllm", "sglang", "trtllm")},
+    "mla": ("mla", MLA),
+    **{f"{layout} latent": (layout, MLA) for layout in ("nhd", "hnd", "trtllm")},
 }
 
 
-def make(layout, rank=1, seed=3):
-    """(pool of one rank, component, topology, page table of `TOKENS` positions in scattered order)."""
-    component, page = (MLA, 4) if layout == "mla" else (GQA, 1 if layout == "lightllm" else 4)
-    pages = PAGES * 4 // page
-    pool = RankPool(layout, component, TP2, rank, pages=pages, page_size=page, seed=seed)
-    table = PageAllocator(pages, seed).take(pages_for(TOKENS, page))
-    return pool, component, table
+def page_of(layout):
+    return 1 if layout == "lightllm" else 4
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+class Made:
+    """A pool of one rank, its shard of numbered cells, and a page table of `TOKENS` positions in scattered order."""
+
+    def __init__(self, form, place="all layers", seed=3):
+        self.layout, self.component = FORMS[form]
+        self.topology, self.rank, self.layers, heads = PLACES[place]
+        self.latent = self.component is MLA
+        self.heads, self.planes = ([0], ["latent"]) if self.latent else (heads, ["K", "V"])
+        pages = PAGES * 4 // page_of(self.layout)
+        self.pool = RankPool(
+            self.layout,
+            self.component,
+            self.topology,
+            self.rank,
+            pages=pages,
+            page_size=page_of(self.layout),
+            seed=seed,
+        )
+        self.table = PageAllocator(pages, seed).take(pages_for(TOKENS, self.pool.page_size))
+        self.shard = cells(self.component, TOKENS)[self.layers][:, :, :, self.heads]
+
+    def filled(self):
+        self.pool.write(self.table, self.shard)
+        return self
+
+
+def test_all_layouts_are_tried():
+    assert {layout for layout, _ in FORMS.values()} == set(LAYOUTS)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", PLACES)
 class TestEveryLayout:
-    def test_buffers_have_the_engines_shape(self, layout):
-        pool, _, _ = make(layout)
-        assert [buffer.shape for buffer in pool.buffers] == SHAPES[layout]
-        assert all(buffer.flags.c_contiguous and buffer.dtype == np.float32 for buffer in pool.buffers)
-        assert len({buffer.ctypes.data for buffer in pool.buffers}) == len(pool.buffers)
+    def test_buffers_have_the_engines_shape(self, form, place):
+        made = Made(form, place)
+        buffers = made.pool.buffers
+        wanted = SHAPES[made.layout](len(made.layers), len(made.planes), len(made.heads))
+        assert [buffer.shape for buffer in buffers] == wanted
+        assert all(buffer.flags.c_contiguous and buffer.dtype == np.float32 for buffer in buffers)
+        assert len({buffer.ctypes.data for buffer in buffers}) == len(buffers)
 
-    def test_write_lands_where_the_tensor_is_indexed_by_hand(self, layout):
-        pool, component, table = make(layout)
-        shard = cut(cells(component, TOKENS), component, TP2, 1)
-        pool.write(table, shard)
-        heads, size = shard.shape[3], pool.page_size
-        for layer, kv, token, head in np.ndindex(shard.shape[:4]):
-            row = BY_HAND[layout](pool.buffers, layer, kv, table[token // size], token % size, head, heads, size)
-            np.testing.assert_array_equal(row, shard[layer, kv, token, head])
+    def test_cut_gives_what_the_pool_holds(self, form, place):
+        made = Made(form, place)
+        shard = cut(cells(made.component, TOKENS), made.component, made.topology, made.rank)
+        np.testing.assert_array_equal(shard, made.shard)
 
-    def test_write_lands_where_the_claimed_strides_point(self, layout):
-        pool, component, table = make(layout)
-        shard = cut(cells(component, TOKENS), component, TP2, 1)
-        pool.write(table, shard)
-        claimed = pool.layout
-        assert claimed.name == layout
-        assert list(claimed.required_bytes()) == [buffer.nbytes for buffer in pool.buffers]
-        raw = [buffer.tobytes() for buffer in pool.buffers]
-        for layer, kv, token, head in np.ndindex(shard.shape[:4]):
+    def test_write_lands_where_the_tensor_is_indexed_by_hand(self, form, place):
+        made = Made(form, place).filled()
+        layers, heads, size = len(made.layers), len(made.heads), made.pool.page_size
+        for layer, kv, token, head in np.ndindex(made.shard.shape[:4]):
+            at = made.table[token // size], token % size
+            row = BY_HAND[made.layout](made.pool.buffers, layer, kv, *at, head, layers, heads, size)
+            np.testing.assert_array_equal(row, made.shard[layer, kv, token, head])
+
+    def test_write_lands_where_the_claimed_strides_point(self, form, place):
+        made = Made(form, place).filled()
+        claimed, size = made.pool.layout, made.pool.page_size
+        assert claimed.name == made.layout
+        assert (claimed.num_layers, claimed.kv_factor, claimed.heads) == made.shard.shape[:2] + made.shard.shape[3:4]
+        assert list(claimed.required_bytes()) == [buffer.nbytes for buffer in made.pool.buffers]
+        raw = [buffer.tobytes() for buffer in made.pool.buffers]
+        for layer, kv, token, head in np.ndindex(made.shard.shape[:4]):
             buffer, offset = claimed.origins[layer][kv]
-            offset += table[token // pool.page_size] * claimed.page_stride
-            offset += token % pool.page_size * claimed.token_stride + head * claimed.head_stride
-            assert raw[buffer][offset : offset + claimed.row_bytes] == shard[layer, kv, token, head].tobytes()
+            offset += made.table[token // size] * claimed.page_stride
+            offset += token % size * claimed.token_stride + head * claimed.head_stride
+            assert raw[buffer][offset : offset + claimed.row_bytes] == made.shard[layer, kv, token, head].tobytes()
 
-    def test_read_gives_back_any_range(self, layout):
-        pool, component, table = make(layout)
-        shard = cut(cells(component, TOKENS), component, TP2, 1)
-        pool.write(table, shard)
+    def test_read_gives_back_any_range(self, form, place):
+        made = Made(form, place).filled()
         for start, end in [(0, TOKENS), (0, 4), (3, 9), (10, 11), (5, 5)]:
-            got = pool.read(table, end - start, start=start)
-            np.testing.assert_array_equal(got, shard[:, :, start:end])
+            got = made.pool.read(made.table, end - start, start=start)
+            np.testing.assert_array_equal(got, made.shard[:, :, start:end])
         got[:] = 0
-        np.testing.assert_array_equal(pool.read(table, TOKENS), shard)
+        np.testing.assert_array_equal(made.pool.read(made.table, TOKENS), made.shard)
 
-    def test_range_writes_touch_nothing_else(self, layout):
-        pool, component, table = make(layout)
-        shard = cut(cells(component, TOKENS), component, TP2, 1)
-        pool.write(table, shard[:, :, 5:9], start=5)
-        np.testing.assert_array_equal(pool.read(table, 4, start=5), shard[:, :, 5:9])
-        fresh, _, _ = make(layout)
-        np.testing.assert_array_equal(pool.read(table, 5), fresh.read(table, 5))
+    def test_range_writes_touch_nothing_else(self, form, place):
+        made = Made(form, place)
+        pool, table, planes = made.pool, made.table, len(made.layers) * len(made.planes)
+        pool.write(table, made.shard[:, :, 5:9], start=5)
+        np.testing.assert_array_equal(pool.read(table, 4, start=5), made.shard[:, :, 5:9])
+        np.testing.assert_array_equal(pool.read(table, 5), Made(form, place).pool.read(table, 5))
         assert pool.untouched([(table, Interval(5, 9))]) == []
-        assert len(pool.untouched([(table, Interval(6, 9))])) == 3 * component.kv_factor
-        assert len(pool.untouched([(table, Interval(5, 8))])) == 3 * component.kv_factor
+        assert len(pool.untouched([(table, Interval(6, 9))])) == planes
+        assert len(pool.untouched([(table, Interval(5, 8))])) == planes
 
-    def test_untouched_names_what_was_not_meant(self, layout):
-        pool, component, table = make(layout)
+    def test_untouched_names_what_was_not_meant(self, form, place):
+        made = Made(form, place)
+        pool, table = made.pool, made.table
         assert pool.untouched() == []
-        pool.write(table, cut(cells(component, TOKENS), component, TP2, 1))
+        made.filled()
         assert pool.untouched([(table, Interval(0, TOKENS))]) == []
         last, offset = table[(TOKENS - 1) // pool.page_size], (TOKENS - 1) % pool.page_size
-        found = pool.untouched([(table, Interval(0, TOKENS - 1))])
-        heads, planes = ([0], ["latent"]) if layout == "mla" else ([2, 3], ["K", "V"])
-        assert found == [
-            f"rank 1 {layout}: layer {layer} {plane} page {last} was touched at offsets [{offset}] heads {heads}"
-            for layer in range(3)
-            for plane in planes
+        assert pool.untouched([(table, Interval(0, TOKENS - 1))]) == [
+            f"rank {made.rank} {made.layout}: layer {layer} {plane} page {last} was touched at offsets [{offset}] "
+            f"heads {made.heads}"
+            for layer in made.layers
+            for plane in made.planes
         ]
 
-    def test_every_flipped_bit_is_seen(self, layout):
-        pool, component, table = make(layout)
-        pool.write(table, cut(cells(component, TOKENS), component, TP2, 1))
-        meant = [(table, Interval(0, TOKENS))]
-        words = [buffer.reshape(-1).view(np.uint32) for buffer in pool.buffers]
-        written = [(buffer < 0).reshape(-1) for buffer in pool.buffers]  # cells are negative, the pattern is not
+    def test_every_flipped_bit_is_seen(self, form, place):
+        made = Made(form, place).filled()
+        meant = [(made.table, Interval(0, TOKENS))]
+        words = [buffer.reshape(-1).view(np.uint32) for buffer in made.pool.buffers]
+        written = [(buffer < 0).reshape(-1) for buffer in made.pool.buffers]  # cells are negative, the pattern is not
         rng = np.random.default_rng(0)
-        for _ in range(60):
+        for _ in range(20):
             which = int(rng.integers(len(words)))
-            place = int(rng.integers(words[which].size))
-            words[which][place] ^= np.uint32(1)
-            assert len(pool.untouched(meant)) == (0 if written[which][place] else 1)
-            words[which][place] ^= np.uint32(1)
-        assert pool.untouched(meant) == []
+            word = int(rng.integers(words[which].size))
+            words[which][word] ^= np.uint32(1)
+            assert len(made.pool.untouched(meant)) == (0 if written[which][word] else 1)
+            words[which][word] ^= np.uint32(1)
+        assert made.pool.untouched(meant) == []
 
-    def test_pattern_is_recognisable(self, layout):
-        pool, _, _ = make(layout)
+    def test_pattern_is_recognisable(self, form, place):
+        pool = Made(form, place).pool
         whole = np.concatenate([buffer.reshape(-1) for buffer in pool.buffers])
         assert whole.min() >= 64
         assert whole.max() < 128
-        other_rank, other_seed = make(layout, rank=0)[0], make(layout, seed=4)[0]
-        for ours, theirs in itertools.chain(
-            zip(pool.buffers, other_rank.buffers, strict=True), zip(pool.buffers, other_seed.buffers, strict=True)
-        ):
+        for ours, theirs in zip(pool.buffers, Made(form, place, seed=4).pool.buffers, strict=True):
             assert (ours != theirs).mean() > 0.99
         pages = {pool.read([page], pool.page_size).tobytes() for page in range(pool.pages)}
         assert len(pages) == pool.pages
 
-    def test_copy_is_apart(self, layout):
-        pool, component, table = make(layout)
-        shard = cut(cells(component, TOKENS), component, TP2, 1)
-        pool.write(table, shard)
-        twin = pool.copy()
-        twin.write(table, -shard)
-        np.testing.assert_array_equal(pool.read(table, TOKENS), shard)
-        np.testing.assert_array_equal(twin.read(table, TOKENS), -shard)
-        assert twin.untouched([(table, Interval(0, TOKENS))]) == []
+    def test_copy_is_apart(self, form, place):
+        made = Made(form, place).filled()
+        twin = made.pool.copy()
+        twin.write(made.table, -made.shard)
+        np.testing.assert_array_equal(made.pool.read(made.table, TOKENS), made.shard)
+        np.testing.assert_array_equal(twin.read(made.table, TOKENS), -made.shard)
+        assert twin.untouched([(made.table, Interval(0, TOKENS))]) == []
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_pattern_differs_by_rank(layout):
+    component = MLA if layout == "mla" else GQA
+    topology = Topology(tp=2, pp=3, layers_per_stage=(1, 1, 1))
+    pools = [RankPool(layout, component, topology, rank, pages=7, page_size=page_of(layout)) for rank in range(6)]
+    for one, other in itertools.combinations(pools, 2):
+        for ours, theirs in zip(one.buffers, other.buffers, strict=True):
+            assert (ours != theirs).mean() > 0.99
 
 
 def test_pattern_does_not_repeat_by_page_in_a_large_pool():
@@ -168,21 +223,13 @@ def test_pattern_does_not_repeat_by_page_in_a_large_pool():
 
 
 def test_nan_is_a_touch_and_a_value():
-    pool, _, table = make("hnd")
+    made = Made("hnd")
+    pool, table = made.pool, made.table
     shard = np.full((3, 2, TOKENS, 2, DIM), np.nan, np.float32)
     pool.write(table, shard)
     assert pool.untouched([(table, Interval(0, TOKENS))]) == []
     assert pool.untouched()
     assert pool.read(table, TOKENS).tobytes() == shard.tobytes()
-
-
-def test_latent_fits_the_one_plane_forms_of_vllm_and_trtllm():
-    kv = cells(MLA, TOKENS)
-    for layout in ("nhd", "hnd", "trtllm", "mla"):
-        pool = RankPool(layout, MLA, TP2, 0, pages=4, page_size=4)
-        pool.write([3, 0, 2], kv)
-        np.testing.assert_array_equal(pool.read([3, 0, 2], TOKENS), kv)
-        assert list(pool.layout.required_bytes()) == [pool.buffers[0].nbytes]
 
 
 @pytest.mark.parametrize(
@@ -201,6 +248,24 @@ def test_refused_by_name(layout, component, page, field):
     with pytest.raises(ConfigError) as error:
         RankPool(layout, component, TP2, 0, pages=4, page_size=page)
     assert error.value.field == field
+    with pytest.raises(ConfigError) as error:
+        check_pools(layout, component, TP2, page)
+    assert error.value.field == field
+
+
+def test_pool_without_a_page_is_refused():
+    with pytest.raises(ConfigError, match="pages"):
+        RankPool("nhd", GQA, TP2, 0, pages=0, page_size=4)
+
+
+def test_whole_engines_are_checked_before_they_are_built():
+    for layout, component in FORMS.values():
+        for topology, *_ in PLACES.values():
+            check_pools(layout, component, topology, page_of(layout))
+    with pytest.raises(ConfigError, match="kv_heads"):
+        check_pools("nhd", GQA, Topology(tp=3, layers_per_stage=(3,)), 4)
+    with pytest.raises(ConfigError, match="layers_per_stage"):
+        check_pools("nhd", GQA, Topology(pp=2, layers_per_stage=(3, 1)), 4)
 
 
 def test_stage_without_a_layer_and_context_parallel_are_refused():
@@ -212,8 +277,8 @@ def test_stage_without_a_layer_and_context_parallel_are_refused():
 
 
 def test_bad_tables_and_shards_change_nothing():
-    pool, _, table = make("nhd")
-    shard = cut(cells(GQA, TOKENS), GQA, TP2, 1)
+    made = Made("nhd")
+    pool, table, shard = made.pool, made.table, made.shard
     for bad in ([-1, 0, 1], [0, 1, PAGES], [0, 1, 1], [0, 1], []):
         with pytest.raises(LocalProtocolError):
             pool.write(bad, shard)
@@ -349,6 +414,41 @@ def test_assemble_undoes_cut_of_a_latent():
     assert differences == []
 
 
+@pytest.mark.parametrize("stages", [(1, 3), (3, 1), (1, 1, 2), (2, 1, 1)])
+def test_assemble_puts_each_stage_at_its_layers(stages):
+    component = component_of(4, 2)
+    topology = Topology(tp=2, pp=len(stages), layers_per_stage=stages)
+    owner = [stage for stage, layers in enumerate(stages) for _ in range(layers)]
+    shards = {
+        stage * 2 + head: np.full((stages[stage], 2, 5, 1, 4), 10 * stage + head, np.float32)
+        for stage in range(len(stages))
+        for head in range(2)
+    }
+    whole, differences = assemble(dict(reversed(shards.items())), component, topology)
+    assert differences == []
+    for layer, head in np.ndindex(4, 2):
+        assert (whole[layer, :, :, head] == 10 * owner[layer] + head).all()
+
+
+def test_assemble_names_unequal_copies_of_a_latent_by_its_layer():
+    topology = Topology(tp=2, pp=2, layers_per_stage=(2, 1))
+    shards = {rank: cut(cells(MLA, 6), MLA, topology, rank) for rank in range(4)}
+    shards[3].view(np.uint32)[0, 0, 5, 0, 7] ^= 1
+    assert assemble(shards, MLA, topology).differences == [
+        "layer 2 latent head 0: rank 3 holds other bytes than rank 2"
+    ]
+
+
+def test_assemble_wants_every_stage():
+    topology = Topology(pp=2, layers_per_stage=(2, 1))
+    shards = {rank: cut(cells(MLA, 6), MLA, topology, rank) for rank in range(2)}
+    for ranks in ([0], [1]):
+        with pytest.raises(LocalProtocolError):
+            assemble({rank: shards[rank] for rank in ranks}, MLA, topology)
+    with pytest.raises(LocalProtocolError):
+        assemble({0: shards[1], 1: shards[0]}, MLA, topology)
+
+
 def test_assemble_names_unequal_copies():
     component = component_of(2, 2)
     topology = Topology(tp=4, layers_per_stage=(2,))
@@ -378,3 +478,77 @@ def test_cut_refuses_what_is_not_the_model():
         with pytest.raises(LocalProtocolError):
             cut(wrong, GQA, TP1, 0)
     assert Share.of(GQA, TP1, 0) == (Interval(0, 3), Interval(0, 4))
+
+
+# --- both sides of a transfer, whatever lies between them ---------------------------------------------------------------
+
+SPLITS = [
+    (Topology(pp=2, layers_per_stage=(2, 1)), Topology(tp=2, layers_per_stage=(3,))),
+    (Topology(tp=2, layers_per_stage=(3,)), Topology(tp=4, pp=2, dp=2, layers_per_stage=(1, 2))),
+    (Topology(tp=4, pp=3, layers_per_stage=(1, 1, 1)), Topology(tp=8, pp=2, layers_per_stage=(2, 1))),
+]
+
+
+def fill(layout, component, topology, replica, table, kv, seed=0):
+    """Pools of a replica that hold `kv` in the pages of `table`."""
+    pools = {}
+    for rank in topology.replica_ranks(replica):
+        pages = PAGES * 4 // page_of(layout)
+        pools[rank] = RankPool(layout, component, topology, rank, pages=pages, page_size=page_of(layout), seed=seed)
+        pools[rank].write(table, cut(kv, component, topology, rank))
+    return pools
+
+
+def table_of(layout, seed):
+    return PageAllocator(PAGES * 4 // page_of(layout), seed).take(pages_for(TOKENS, page_of(layout)))
+
+
+@pytest.mark.parametrize(
+    ("source", "destination"),
+    [pair for pair in itertools.product(FORMS, FORMS) if len({FORMS[f][1] for f in pair}) == 1],
+)
+def test_kv_goes_through_the_pools_of_uneven_stages(source, destination):
+    (layout, component), (other, _) = FORMS[source], FORMS[destination]
+    kv = cells(component, TOKENS)
+    expected = fingerprints(kv)
+    for prefill, decode in SPLITS:
+        table, place = table_of(layout, 1), table_of(other, 2)
+        sent = {rank: pool.read(table, TOKENS) for rank, pool in fill(layout, component, prefill, 0, table, kv).items()}
+        moved, differences = assemble(sent, component, prefill)
+        assert differences == []
+        for replica in range(decode.dp):
+            pools = fill(other, component, decode, replica, place, moved, seed=1)
+            shards = {rank: pool.read(place, TOKENS) for rank, pool in pools.items()}
+            arrived, differences = assemble(shards, component, decode)
+            np.testing.assert_array_equal(arrived, kv)
+            assert differences == []
+            for rank, shard in shards.items():
+                assert compare(expected, shard, component, decode, rank) == []
+                assert alteration_is_seen(expected, shard, component, decode, rank, page=2, page_size=4)
+                assert pools[rank].untouched([(place, Interval(0, TOKENS))]) == []
+
+
+def test_a_stage_in_the_wordof_another_is_seen():
+    """Two stages of equal size hold shards of equal shape; only the bytes tell them apart."""
+    topology = Topology(pp=2, layers_per_stage=(1, 1))
+    for component in (
+        component_of(2, 2),
+        ModelSpec.mla(layers=2, latent_dim=4, itemsize=4, dtype="float32").components[0],
+    ):
+        kv = cells(component, 5)
+        exchanged = {0: cut(kv, component, topology, 1), 1: cut(kv, component, topology, 0)}
+        arrived, _ = assemble(exchanged, component, topology)
+        np.testing.assert_array_equal(arrived, kv[::-1])
+        for rank, shard in exchanged.items():
+            found = compare(fingerprints(kv), shard, component, topology, rank)
+            assert len(found) == component.kv_factor * component.kv_heads
+            assert all(line.startswith(f"layer {rank} ") for line in found)
+
+
+def test_one_wrong_head_of_a_late_stage_is_named_by_its_layer():
+    topology = Topology(tp=2, pp=2, layers_per_stage=(2, 1))
+    kv = cells(GQA, TOKENS)
+    wrong = alter_head(cut(kv, GQA, topology, 3), layer=0, kv=1, head=1, page=0, page_size=4)
+    assert compare(fingerprints(kv), wrong, GQA, topology, 3) == [
+        "layer 2 V head 3 on rank 3 is not what prefill wrote"
+    ]

@@ -8,7 +8,14 @@ import pytest
 
 from rdma_kv.demo import verify
 from rdma_kv.demo.pools import cut
-from rdma_kv.demo.verify import alter_head, alteration_is_seen, compare, fingerprints, overwrite_page
+from rdma_kv.demo.verify import (
+    alter_head,
+    alteration_is_seen,
+    compare,
+    control_page_size,
+    fingerprints,
+    overwrite_page,
+)
 from rdma_kv.errors import LocalProtocolError
 from rdma_kv.topology import ModelSpec, Topology
 
@@ -87,12 +94,29 @@ def test_kinds_of_damage_are_seen(kv):
     assert len(compare(expected, kv[[0, 2, 1]], GQA, topology, 0)) == 16
 
 
-def test_latent_is_named_as_such():
-    kv = np.random.default_rng(5).standard_normal((3, 1, TOKENS, 1, 8)).astype(np.float32)
-    topology = Topology(tp=2, layers_per_stage=(3,))
-    expected = fingerprints(kv)
-    kv[2, 0, 3, 0, 1] += 1
-    assert compare(expected, kv, MLA, topology, 1) == ["layer 2 latent head 0 on rank 1 is not what prefill wrote"]
+@pytest.fixture
+def latent():
+    return np.random.default_rng(5).standard_normal((3, 1, TOKENS, 1, 8)).astype(np.float32)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_one_bit_of_a_latent_is_named_on_every_rank_of_its_stage(latent, topology):
+    expected = fingerprints(latent)
+    for layer in range(3):
+        damaged = latent.copy()
+        damaged.view(np.uint32)[layer, 0, 3, 0, 1] ^= np.uint32(1)
+        for rank in range(topology.num_ranks):
+            found = compare(expected, cut(damaged, MLA, topology, rank), MLA, topology, rank)
+            holds = layer in holdings(topology, rank)[1]
+            wanted = f"layer {layer} latent head 0 on rank {rank} is not what prefill wrote"
+            assert found == ([wanted] if holds else [])
+
+
+def test_layers_must_be_those_of_the_stage(kv):
+    """Stages of unequal size: the shard of one is no shard of the other."""
+    topology = Topology(pp=2, layers_per_stage=(2, 1))
+    with pytest.raises(LocalProtocolError):
+        compare(fingerprints(kv), cut(kv, GQA, topology, 0), GQA, topology, 1)
 
 
 def test_wrong_forms_are_refused(kv):
@@ -142,6 +166,21 @@ def test_alteration_is_seen_on_every_rank_and_page(kv, topology):
         shard = cut(kv, GQA, topology, rank)
         for page in range(3):
             assert alteration_is_seen(expected, shard, GQA, topology, rank, page=page, page_size=PAGE)
+
+
+@pytest.mark.parametrize("topology", TOPOLOGIES)
+def test_alteration_of_a_latent_is_seen(latent, topology):
+    for rank in range(topology.num_ranks):
+        shard = cut(latent, MLA, topology, rank)
+        assert alteration_is_seen(fingerprints(latent), shard, MLA, topology, rank, page=2, page_size=PAGE)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "tokens", "wanted"),
+    [(1, 24, 16), (3, 24, 18), (8, 120, 16), (16, 120, 16), (32, 120, 32), (32, 24, 24), (1, 5, 5), (256, 120, 120)],
+)
+def test_control_overwrites_whole_pages_of_enough_tokens(page_size, tokens, wanted):
+    assert control_page_size(page_size, tokens) == wanted
 
 
 @pytest.mark.parametrize(

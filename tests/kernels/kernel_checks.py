@@ -1,7 +1,7 @@
 """What every implementation of gather and scatter must do. A check raises AssertionError where one does not.
 
 The checks know neither the reference nor a GPU: they take a `Kernels`, place pools in its memory, launch, and compare
-all of that memory with plain loops over shaped arrays. To check another implementation, add it to `IMPLEMENTATIONS`.
+all of that memory with plain loops over shaped arrays. To check another implementation, add it to `implementations`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import numpy as np
 from kernel_pools import GUARD, Box, Bytes, Geometry, HostMemory, Memory, Pool, box
 
-from rdma_kv.kernels import reference
 from rdma_kv.kernels.launch import Chunk
 
 Launch = Callable[[Sequence[Chunk]], None]
@@ -29,10 +28,6 @@ class Kernels:
 
 
 Check = Callable[[Kernels], None]
-
-IMPLEMENTATIONS = [
-    Kernels("reference", reference.gather, reference.scatter),
-]
 
 
 class Setting:

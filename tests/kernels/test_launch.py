@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from implementations import each_implementation
+from kernel_checks import Kernels
 
 from rdma_kv.errors import ConfigError
 from rdma_kv.kernels.launch import Chunk
-from rdma_kv.kernels.reference import gather, scatter
 
 GOOD = Chunk(
     packed_address=4096,
@@ -32,15 +33,16 @@ def test_a_good_chunk_passes() -> None:
     replace(GOOD, heads=1, head_stride=0).validate()
 
 
-def test_a_chunk_without_bytes_needs_no_address() -> None:
+@each_implementation
+def test_a_chunk_without_bytes_needs_no_address(kernels: Kernels) -> None:
     nothing = Chunk(0, np.zeros((0, 3), np.int64), np.zeros(0, np.int32), np.zeros(0, np.int64), 1, 0, 64)
     nothing.validate()
-    gather([nothing])
-    scatter([nothing])
-    gather([])
-    scatter([])
+    for launch in (kernels.gather, kernels.scatter):
+        launch([nothing])
+        launch([])
 
 
+@each_implementation
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -63,19 +65,20 @@ def test_a_chunk_without_bytes_needs_no_address() -> None:
         ("packed_address", 0),
     ],
 )
-def test_a_wrong_field_is_named(field: str, value: Any) -> None:
+def test_a_wrong_field_is_named(kernels: Kernels, field: str, value: Any) -> None:
     wrong = replace(GOOD, **{field: value})
-    for refuse in (Chunk.validate, lambda chunk: gather([chunk]), lambda chunk: scatter([chunk])):
+    for refuse in (Chunk.validate, lambda chunk: kernels.gather([chunk]), lambda chunk: kernels.scatter([chunk])):
         with pytest.raises(ConfigError) as caught:
             refuse(wrong)
         assert caught.value.field == field
 
 
-def test_a_wrong_chunk_stops_the_launch_before_any_copy() -> None:
+@each_implementation
+def test_a_wrong_chunk_stops_the_launch_before_any_copy(kernels: Kernels) -> None:
     paged, packed = np.arange(64, dtype=np.uint8), np.zeros(64, np.uint8)
     one = np.zeros(1, np.int64)
     good = Chunk(packed.ctypes.data, paged.ctypes.data + one[None], one.astype(np.int32), one, 1, 0, 64)
-    for launch in (gather, scatter):
+    for launch in (kernels.gather, kernels.scatter):
         with pytest.raises(ConfigError):
             launch([good, replace(good, row_bytes=-1)])
     assert not packed.any()

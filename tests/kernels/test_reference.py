@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import sys
 import threading
 import time
@@ -10,13 +9,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from kernel_checks import CHECKS, IMPLEMENTATIONS, Check, Launch
+from implementations import REFERENCE
+from kernel_checks import CHECKS, Check, Launch
 from kernel_pools import Bytes
 
 from rdma_kv.kernels import reference
 from rdma_kv.kernels.launch import Chunk
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -25,55 +23,14 @@ def test_small_pieces(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_PIECE_BYTES", 200)
     monkeypatch.setattr(reference, "_TEMPORARY_BYTES", 100)
     monkeypatch.setattr(reference, "_PIECE_ROWS", 700)
-    check(IMPLEMENTATIONS[0])
+    check(REFERENCE)
 
 
 @pytest.mark.parametrize("long_row_bytes", [1, 100])
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_long_rows_from_small_on(check: Check, long_row_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reference, "_LONG_ROW_BYTES", long_row_bytes)
-    check(IMPLEMENTATIONS[0])
-
-
-@pytest.fixture
-def sparse() -> Bytes:
-    """6 GiB of address space, of which only touched pages cost memory."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    return np.frombuffer(mmap.mmap(-1, 6 * GIB, flags=flags), np.uint8)
-
-
-@pytest.mark.parametrize("shift", [0, 1, 96])
-@pytest.mark.parametrize("row_bytes", [96, 66_000])
-@pytest.mark.parametrize("packed_at", [0, 3 * GIB])
-def test_offsets_beyond_31_and_32_bits(sparse: Bytes, packed_at: int, row_bytes: int, shift: int) -> None:
-    """Planes 2.5 GiB apart and tokens 3 GiB apart; the packed form before the pool, or in the midst of it."""
-    planes, offsets = [1 << 20, (1 << 20) + 5 * GIB // 2 + shift], [0, 96 * 1000, 3 * GIB, 2**31 - 32, 96]
-    starts = [plane + offset for plane in planes for offset in offsets]
-    assert max(starts) > 5 * GIB
-    rng = np.random.default_rng(3)
-    rows = rng.integers(1, 256, (len(starts), row_bytes), np.uint8)
-    if row_bytes > 96:
-        offsets[-1] = 8 << 20  # tokens must not overlap
-        starts = [plane + offset for plane in planes for offset in offsets]
-    chunk = Chunk(
-        sparse.ctypes.data + packed_at,
-        np.array([planes], np.int64) + sparse.ctypes.data,
-        np.zeros(len(offsets), np.int32),
-        np.array(offsets, np.int64),
-        1,
-        0,
-        row_bytes,
-    )
-    packed = sparse[packed_at : packed_at + rows.size].reshape(rows.shape)
-    for start, row in zip(starts, rows, strict=True):
-        sparse[start : start + row_bytes] = row
-    reference.gather([chunk])
-    np.testing.assert_array_equal(packed, rows)
-    packed[...] = rows[::-1]
-    reference.scatter([chunk])
-    for start, row in zip(starts, rows[::-1], strict=True):
-        np.testing.assert_array_equal(sparse[start : start + row_bytes], row)
-        assert sparse[start - 1] == 0 or start - row_bytes in starts
+    check(REFERENCE)
 
 
 def test_window_over_all_user_addresses() -> None:

@@ -201,6 +201,7 @@ async def surroundings(folder: Path):
         Agent(p_config, registry, transport=loopback) as prefill,
         Agent(AgentConfig("d", Role.DECODE, (0, 1), two, MODEL), registry, transport=loopback) as decode,
         Agent(AgentConfig("fresh", Role.PREFILL, (0,), one, MODEL), registry, transport=loopback) as fresh,
+        Agent(AgentConfig("pair", Role.DECODE, (0, 1), two, MODEL), registry, transport=loopback) as pair,
     ):
         (folder / "cluster.toml").write_text(REGISTRY.format(*prefill.address, *decode.address))
         prefill.register_pool(nhd, src, replica=0, rank=0)
@@ -214,7 +215,11 @@ async def surroundings(folder: Path):
         host, port = prefill.address
         taken = dataclasses.replace(p_config, listen=f"{host}:{port}")
         try:
-            yield {name: getattr(rdma_kv, name) for name in rdma_kv.__all__} | {"MODEL": MODEL} | locals()
+            yield (
+                {name: getattr(rdma_kv, name) for name in rdma_kv.__all__}
+                | {"MODEL": MODEL, "REGISTRY": blocks(read("README.md"), "toml")[0].encode()}
+                | locals()
+            )
         finally:
             await network_transport.close()
 

@@ -152,6 +152,24 @@ def test_slots_are_wanted_for_boxes_that_are_ready():
     assert machine.wanting == 0
     take(machine, 0)
     assert machine.wanting == 0
+    machine.offered(offer_of(CASE, want=3), 0.0)
+    assert machine.wanting == 2
+
+
+def test_what_was_given_back_is_not_granted_again_by_itself():
+    machine = receiving(granted=3, want=4)
+    machine.released(Release(1, [(2, 1)]), 0.0)
+    assert machine.wanting == 0
+    machine.offered(offer_of(CASE, want=3), 0.0)
+    assert machine.wanting == 1
+
+
+def test_nothing_is_granted_after_finish():
+    machine = receiving(granted=3, want=4)
+    assert machine.wanting == 1
+    machine.finished(Finish(1, 3, {}), 0.0)
+    assert machine.state is IncomingState.RECEIVING
+    assert machine.wanting == 0
 
 
 def test_an_offer_of_another_number_changes_nothing():

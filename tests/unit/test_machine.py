@@ -212,6 +212,7 @@ FAULTS = {
     "stuck": "a gather, scatter or WRITE does not end before all deadlines",
     "notes": "a notification is lost or comes again",
     "link": "either side loses the link",
+    "frames": "a control message is lost, doubled or swapped with the next one",
     "time": "the deadlines of one side pass, the timers of the other are late",
 }
 several = st.lists(cases(), min_size=1, max_size=3)

@@ -156,6 +156,17 @@ def test_many_unused_grants_go_back_in_messages_that_can_be_read():
     assert [len(message.slots) for message in released] == [MAX_SLOTS_PER_MESSAGE, MAX_SLOTS_PER_MESSAGE - 1]
 
 
+def test_a_grant_that_comes_twice_is_used_once():
+    """Two boxes in one slot would overwrite each other, or what the target has put there since."""
+    machine = pushed(total=4, wanted=(0, 4))
+    give(machine, (3, 9), (3, 9))
+    assert give(machine, (3, 9), (3, 8)) == []
+    machine.start_box(LOCAL)
+    assert not machine.runnable
+    give(machine, (3, 10))
+    assert machine.runnable
+
+
 def test_start_goes_out_once_before_the_first_box():
     machine = pushed(total=2, wanted=(0, 2))
     assert not machine.runnable
@@ -220,6 +231,15 @@ def test_finishing_without_having_pushed_all_fails_both_sides():
     assert isinstance(abort, Abort)
     assert abort.code is ErrorCode.LOCAL_PROTOCOL
     assert isinstance(quiesced, Quiesced)
+    assert isinstance(machine.error, LocalProtocolError)
+
+
+def test_pushing_twice_never_ends_well():
+    machine = make_outgoing(simple_case(total=8))
+    machine.granted(Grant(1, [(0, 8)], []), SLOTS, 0.0)
+    for tokens in (span(0, 8), span(0, 2)):
+        machine.push(0, ALL, tokens, 0.0)
+    machine.finish({}, 0.0)
     assert isinstance(machine.error, LocalProtocolError)
 
 

@@ -92,6 +92,7 @@ def test_what_is_held_is_told_by_peer_and_reason():
     for slot in slots:
         pool.release(slot)
     assert pool.held() == {}
+    assert not pool._per_peer, "every incarnation is a new peer: nothing of an old one may stay"
 
 
 class AnyUse(RuleBasedStateMachine):
