@@ -101,7 +101,7 @@ def upload(
     *,
     device: torch.device | str,
     stream: torch.cuda.Stream | None = None,
-    tiling: Tiling,
+    tiling: Tiling = TILING,
 ) -> Upload | None:
     """Send the tables of a launch to the device, in one copy on `stream`; does not wait for it.
 

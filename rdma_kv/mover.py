@@ -57,8 +57,8 @@ from rdma_kv.protocol.actions import (
 from rdma_kv.protocol.incoming import IncomingTransfer
 from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
-from rdma_kv.transport.base import NOT_POSTED, Transport, WritePair
-from rdma_kv.types import Descriptor, Region, Role
+from rdma_kv.transport.base import NOT_POSTED, Endpoint, Transport, WritePair
+from rdma_kv.types import Descriptor, Interval, Region, Role
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +150,7 @@ class Mover:
         self._region: Region | None = None
         self._entries: dict[tuple[str, int], Entry] = {}  # numbered transfers, by (peer, number)
         self._expecting: dict[tuple[str, str, int, int], Entry] = {}  # receives without OFFER, by (peer, key, p, d)
+        self._endings: dict[str, asyncio.Task[None]] = {}  # data links that are being closed, by peer
         self._wanting: dict[Entry, None] = {}  # who can use a slot, in the order of their turns
         self._handing_out = False
         self._quiet = asyncio.Event()  # no transfer is on its way to an end
@@ -205,8 +206,7 @@ class Mover:
         Args:
             make: makes the machine for the link's next number.
         """
-        number = peer.next_number
-        peer.next_number += 1
+        number = peer.numbers.take()
         entry = self._entry(peer, make(number), tables)
         self._entries[peer.name, number] = entry
         if peer.lost is not None:
@@ -227,7 +227,10 @@ class Mover:
         route = machine.plan.route
         key = (machine.key, route.prefill_replica, route.decode_replica)
         if (peer.name, *key) in self._expecting or any(
-            e.peer is peer and isinstance(e.machine, IncomingTransfer) and _key_of(e.machine) == key
+            e.peer is peer
+            and isinstance(e.machine, IncomingTransfer)
+            and not e.machine.ended
+            and _key_of(e.machine) == key
             for e in self._entries.values()
         ):
             raise LocalProtocolError(f"{machine.key!r} is being received already")
@@ -241,7 +244,7 @@ class Mover:
             self._match(entry, offer)
         return entry
 
-    def push(self, entry: Entry, component: int, layers: Any, tokens: Any) -> None:  # noqa: ANN401
+    def push(self, entry: Entry, component: int, layers: Interval, tokens: Interval) -> None:
         """See `OutgoingTransfer.push`."""
         assert isinstance(entry.machine, OutgoingTransfer)
         self._perform(entry, entry.machine.push(component, layers, tokens, self._now()))
@@ -280,7 +283,7 @@ class Mover:
             if task is not None:
                 task.cancel()
         if peer.endpoint is not None:
-            self._tasks.spawn(self._close_endpoint(peer), f"close {peer.name}")
+            self._endings[peer.name] = self._tasks.spawn(self._close_endpoint(peer), f"close {peer.name}")
 
     async def _close_endpoint(self, peer: Peer) -> None:
         """Close the data link when the WRITEs on it have ended, or have had their time."""
@@ -301,7 +304,7 @@ class Mover:
             case Grant() | Reject() | Ack() | Done() | Abort():
                 entry = self._entries.get((peer.name, message.transfer))
                 if entry is None:
-                    self._check_number(peer, message.transfer, peer.next_number - 1)
+                    self._check_number(peer, message.transfer, peer.numbers.given)
                     return
                 machine = entry.machine
                 assert isinstance(machine, OutgoingTransfer)
@@ -351,7 +354,7 @@ class Mover:
 
     def _withdraw(self, peer: Peer, message: Release | Start | Finish | Quiesced | Abort) -> None:
         """A message for a transfer that is not live here: an OFFER that still waits, or one that has ended."""
-        self._check_number(peer, message.transfer, peer.high_water)
+        self._check_number(peer, message.transfer, peer.numbers.high_water)
         if isinstance(message, Abort):
             self._matchmaker.on_offer_withdrawn(peer, message.transfer)
 
@@ -368,11 +371,11 @@ class Mover:
             assert isinstance(machine, IncomingTransfer)
             self._perform(entry, machine.offered(message, self._now()))
             return
-        if message.transfer <= peer.high_water:
+        if message.transfer <= peer.numbers.high_water:
             if not self._matchmaker.on_offer_repeated(peer, message):
                 self.counters["replays"] += 1
             return
-        peer.high_water = message.transfer
+        peer.numbers.high_water = message.transfer
         key = (peer.name, message.key, message.prefill_replica, message.decode_replica)
         if (expecting := self._expecting.get(key)) is not None:
             self._match(expecting, message)
@@ -395,9 +398,22 @@ class Mover:
         if peer.regions is not None:
             raise RemoteProtocolError(str(peer.id), "a second REGIONS")
         peer.regions = message
-        peer.endpoint = self._transport.endpoint(peer.name)
-        peer.writable = self._tasks.spawn(peer.endpoint.connect(message.metadata), f"connect {peer.name}")
-        peer.writable.add_done_callback(lambda task: task.cancelled() or task.exception())
+        peer.writable = self._tasks.spawn(self._connect(peer, message.metadata), f"connect {peer.name}")
+
+    async def _connect(self, peer: Peer, metadata: bytes) -> None:
+        """Make the peer's slots writable. A failure is kept for the WRITEs that await it."""
+        peer.endpoint = await self._endpoint(peer)
+        try:
+            await peer.endpoint.connect(metadata)
+        except RdmaKvError as exc:
+            peer.unwritable = exc
+
+    async def _endpoint(self, peer: Peer) -> Endpoint:
+        """The data link to a peer; a link before it to the same incarnation has ended first."""
+        ending = self._endings.pop(peer.name, None)
+        if ending is not None:
+            await asyncio.wait([ending])
+        return self._transport.endpoint(peer.name)
 
     def _remote_slots(self, peer: Peer) -> int:
         if peer.regions is None:
@@ -406,7 +422,7 @@ class Mover:
 
     async def _export(self, peer: Peer) -> None:
         """Tell an initiator where our staging lies, before its first GRANT."""
-        peer.endpoint = self._transport.endpoint(peer.name)
+        peer.endpoint = await self._endpoint(peer)
         peer.endpoint.on_notification(lambda body: self._on_notification(peer, body))
         metadata = await peer.endpoint.metadata()
         assert self._region is not None
@@ -501,9 +517,13 @@ class Mover:
         begin = self._now()
         posted = False
         try:
-            if peer.writable is None or peer.regions is None or peer.endpoint is None:
-                raise TransportError(self._transport.name, NOT_POSTED, "no data link")
+            if peer.writable is None or peer.regions is None:
+                raise TransportError(self._transport.backend, NOT_POSTED, "no data link")
             await asyncio.shield(peer.writable)
+            if peer.unwritable is not None or peer.endpoint is None:
+                raise TransportError(
+                    self._transport.backend, NOT_POSTED, f"no data link: {peer.unwritable}"
+                ) from peer.unwritable
             num_bytes = machine.plan.box_bytes(box)
             remote = peer.regions.address + target.index * peer.regions.slot_bytes
             pair = WritePair(
@@ -524,7 +544,7 @@ class Mover:
             self._perform(entry, machine.write_failed(slot, exc, self._now(), posted=posted))
             return
         except asyncio.CancelledError:
-            error = TransportError(self._transport.name, "closed", "the data link was closed")
+            error = TransportError(self._transport.backend, "closed", "the data link was closed")
             self._perform(entry, machine.write_failed(slot, error, self._now(), posted=posted))
             raise
         entry.times.write += self._now() - begin
@@ -639,6 +659,8 @@ class Mover:
                 del self._expecting[key]
 
     def _note_quiet(self) -> None:
+        if not self._closing:
+            return
         if all(entry.machine.ended for entry in [*self._entries.values(), *self._expecting.values()]):
             self._quiet.set()
         else:

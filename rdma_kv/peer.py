@@ -67,26 +67,38 @@ class Tasks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+@dataclass
+class Numbers:
+    """Numbers of the transfers with one incarnation of a peer. They go on when a broken link comes back."""
+
+    given: int = 0  # our last one
+    high_water: int = 0  # the peer's last one
+
+    def take(self) -> int:
+        self.given += 1
+        return self.given
+
+
 @dataclass(eq=False)
 class Peer:
-    """One live incarnation of one remote agent.
+    """One live link to one incarnation of one remote agent.
 
     Attributes:
         endpoint: the data link; None until a transfer needs it.
         regions: where its staging lies; None until it told us.
-        writable: resolved when the data link can be written to.
-        next_number: our number for the next transfer to it.
-        high_water: the highest transfer number that it has used.
+        writable: done when the data link can be written to, or cannot be and `unwritable` says why.
+        exported: done when our own staging was told to it.
+        lost: why the link has ended.
     """
 
     identity: Identity
     connection: Connection
+    numbers: Numbers
     endpoint: Endpoint | None = None
     regions: Regions | None = None
     writable: asyncio.Task[None] | None = None
+    unwritable: RdmaKvError | None = None
     exported: asyncio.Task[None] | None = None
-    next_number: int = 1
-    high_water: int = 0
     lost: RdmaKvError | None = None
 
     @property
@@ -150,6 +162,7 @@ class Links:
         self._tasks = Tasks()
         self._peers: dict[AgentId, Peer] = {}
         self._dials: dict[AgentId, _Dial] = {}
+        self._numbers: dict[AgentId, tuple[bytes, Numbers]] = {}  # by incarnation
         self._connections: set[Connection] = set()  # all that are open, greeted or not
         self._closing = False
         self.handshakes = 0
@@ -365,7 +378,7 @@ class Links:
             connection.send(link.own.hello())
         self.handshakes += 1
         connection.name = str(remote.id)
-        peer = Peer(remote, connection)
+        peer = Peer(remote, connection, self._numbers_of(remote))
         self._peers[remote.id] = peer
         self._tasks.spawn(self._read(peer, link), f"read {peer.name}")
         dial = self._dials.pop(remote.id, None)
@@ -375,6 +388,14 @@ class Links:
             if dial.task is not None and dial.task is not asyncio.current_task():
                 dial.task.cancel()
         return None
+
+    def _numbers_of(self, remote: Identity) -> Numbers:
+        """Those of this incarnation; a restarted peer begins anew, and its old ones are forgotten."""
+        incarnation, numbers = self._numbers.get(remote.id, (b"", Numbers()))
+        if incarnation != remote.incarnation:
+            numbers = Numbers()
+        self._numbers[remote.id] = remote.incarnation, numbers
+        return numbers
 
     def _check_registered(self, remote: Identity) -> None:
         """What a HELLO says must be what the registry says."""

@@ -89,7 +89,7 @@ def measure_idle(options: IdleOptions, progress: Progress) -> list[Row]:
 
 @contextlib.contextmanager
 def _processes(specs: Sequence[HostSpec], transport: str) -> Iterator[list[socket.socket]]:
-    """Fork one process per spec; end them, by force if need be, on the way out."""
+    """Fork one process per spec; end them on the way out, by force after an error or where they take too long."""
     context = multiprocessing.get_context("fork")
     pairs = [socket.socketpair() for _ in specs]
     children = []
@@ -102,6 +102,10 @@ def _processes(specs: Sequence[HostSpec], transport: str) -> Iterator[list[socke
         theirs.close()
     try:
         yield [ours for ours, _ in pairs]
+    except BaseException:
+        for child in children:
+            child.kill()  # it may be in the middle of a long rest
+        raise
     finally:
         for child in children:
             child.join(_END_S)

@@ -14,7 +14,7 @@ from rdma_kv.planner import Route, byte_runs, route_table
 from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.types import Interval
 
-REPETITIONS = 9  # odd, and medians, as other work may share the cores
+REPETITIONS = 15  # odd, and medians, as other work may share the cores
 RUNS_GOAL_MS = 20.0
 ROUTE_GOAL_MS = 10.0
 TABLE_GOAL_MS = 200.0

@@ -264,6 +264,22 @@ async def test_a_link_comes_back_for_the_next_transfer(tmp_path):
         await until_settled(c)
 
 
+async def test_a_link_comes_back_beside_slots_that_are_still_held(tmp_path):
+    """The old link's transfer keeps its unproven slots; the numbers of the new link are not mistaken for the old ones."""
+    broken = {0}
+    network = LoopbackNetwork(faults=lambda p: Fault(fail_after_bytes=100 if p.serial in broken else None))
+    async with cluster(tmp_path, MODEL, *sides(), network=network, timeouts=Timeouts(quiesce=0.1)) as c:
+        outcomes = await asyncio.gather(send(c.prefill.agents[0]), receive(c.decode.agents[0]), return_exceptions=True)
+        assert all(isinstance(outcome, RdmaKvError) for outcome in outcomes)
+        (peer,) = c.decode.agents[0]._shell.links.peers
+        peer.connection._writer.transport.abort()
+        while any(agent.stats()["links"] for agent in (*c.prefill.agents, *c.decode.agents)):
+            await asyncio.sleep(0)
+        await c.move(2, 0, 0, [1, 3, 4], [6, 7, 8], TOKENS, key="k")
+        held = [sum(agent.stats()["slots_held"].values()) for agent in (*c.prefill.agents, *c.decode.agents)]
+        assert held == [1, 1]
+
+
 async def test_a_push_outside_of_what_was_announced_is_named(tmp_path):
     async with cluster(tmp_path, MODEL, *sides()) as c:
         receiving = asyncio.create_task(receive(c.decode.agents[0]))

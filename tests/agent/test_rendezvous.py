@@ -200,7 +200,7 @@ async def test_unmatched_messages_are_bounded_per_peer(tmp_path):
         (back,) = decode._shell.links.peers
         route = prefill._shell.route("x", 0, c.registry.engine("decode"), 0)
         limit = decode.config.limits.unmatched_per_peer
-        peer.next_number = 100 + limit + 50  # as if it had offered them
+        peer.numbers.given = 100 + limit + 50  # as if it had offered them
         for n in range(limit + 50):
             peer.send(Offer(100 + n, f"x{n}", 0, 0, 0, route.digest, [(0, 1)], 0, 60_000))
             back.send(Expect(f"x{n}", 0, 0, 0, route.digest, [(0, 1)], 60_000))

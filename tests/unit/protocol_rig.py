@@ -387,7 +387,7 @@ class Pair:
     def play(self, order: Order) -> None:
         """The events that `order` chooses."""
         for maybe_fault, number in order.choose():
-            events = (list(self._faults()) if maybe_fault else []) or list(self._events())
+            events = (list(self._faults()) if maybe_fault else []) or list(self.events())
             if not events:
                 return
             events[number % len(events)][1]()
@@ -397,7 +397,7 @@ class Pair:
         """All that can happen by itself, in a fixed order, until nothing is left."""
         turn = 0
         for _ in range(EVENTS):
-            events = list(self._events())
+            events = list(self.events())
             if not events:
                 return
             turn += 5
@@ -414,19 +414,19 @@ class Pair:
             self.drain()
         while (moment := self._next_deadline()) is not None:
             self.clock.advance_to(moment)
-            self._tick("outgoing")
-            self._tick("incoming")
+            self.tick("outgoing")
+            self.tick("incoming")
             self.check()
             self.drain()
         self._unstick()
         self.drain()
         self.check_end(may_fail=may_fail or bool(self.faults))
 
-    def _events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[Event]:
         """What can happen without any fault."""
         for side in (self.prefill, self.decode):
             if side.inbox:
-                yield f"{side.name} reads", lambda side=side: self._read(side)
+                yield f"{side.name} reads", lambda side=side: self.read(side)
         if self._listens():
             yield from ((f"note of {w.target}", lambda w=w: self._notify(w)) for w in self.notes)
         for write in self.writes:
@@ -434,7 +434,7 @@ class Pair:
                 if write.landed:
                     yield f"written {write.slot}", lambda w=write: self._written(w)
                 elif not (self.prefill.up and self.decode.up):
-                    yield f"broken {write.slot}", lambda w=write: self._write_failed(w)
+                    yield f"broken {write.slot}", lambda w=write: self.write_failed(w)
                 elif self._listens():
                     yield f"land {write.slot}", lambda w=write: self._land(w)
         for leg in self.legs:
@@ -443,7 +443,7 @@ class Pair:
     def _events_of(self, leg: Leg) -> Iterator[Event]:
         out, inc = leg.outgoing, leg.incoming
         yield from (
-            (f"gathered {slot}", lambda slot=slot: self._gathered(leg, slot))
+            (f"gathered {slot}", lambda slot=slot: self.gathered(leg, slot))
             for slot in leg.gathering
             if slot not in leg.stuck
         )
@@ -453,18 +453,18 @@ class Pair:
             if slot not in leg.stuck
         )
         if not leg.offered:
-            yield f"offer {leg.number}", lambda: self._offer(leg)
+            yield f"offer {leg.number}", lambda: self.offer(leg)
         elif leg.pushed < len(leg.case.pieces):
-            yield f"push {leg.number}", lambda: self._push(leg)
+            yield f"push {leg.number}", lambda: self.push(leg)
         elif not leg.finished:
             yield f"finish {leg.number}", lambda: self._finish(leg)
         if not leg.expected:
-            yield f"expect {leg.number}", lambda: self._expect(leg)
+            yield f"expect {leg.number}", lambda: self.expect(leg)
         if inc.must_answer:
-            yield f"answer {leg.number}", lambda: self._grant(leg, 0)
+            yield f"answer {leg.number}", lambda: self.grant(leg, 0)
         if inc.wanting and self.decode.pool.can_acquire("prefill"):
-            yield f"grant one {leg.number}", lambda: self._grant(leg, 1)
-            yield f"grant all {leg.number}", lambda: self._grant(leg, inc.wanting)
+            yield f"grant one {leg.number}", lambda: self.grant(leg, 1)
+            yield f"grant all {leg.number}", lambda: self.grant(leg, inc.wanting)
         if out.runnable and self.prefill.pool.can_acquire("decode"):
             yield f"start {leg.number}", lambda: self._start(leg)
 
@@ -474,7 +474,7 @@ class Pair:
         for leg in self.legs:
             abort = TransferAborted(leg.outgoing.key, "test", "the caller gave up")
             if "abort" in on and leg.offered:
-                yield "outgoing abort", lambda leg=leg, e=abort: self._out(leg, leg.outgoing.fail(e, self.clock.now))
+                yield "outgoing abort", lambda leg=leg, e=abort: self.out(leg, leg.outgoing.fail(e, self.clock.now))
             if "abort" in on and leg.expected:
                 yield "incoming abort", lambda leg=leg, e=abort: self._in(leg, leg.incoming.fail(e, self.clock.now))
             if "kernel" in on:
@@ -487,7 +487,7 @@ class Pair:
                 yield from (("stuck", lambda leg=leg, s=s: leg.stuck.add(s)) for s in running)
         for write in self.writes:
             if "write" in on and not write.settled:
-                yield "write fails", lambda w=write: self._write_failed(w)
+                yield "write fails", lambda w=write: self.write_failed(w)
                 if not write.landed:
                     yield "write is not posted", lambda w=write: self._write_refused(w)
             if "write" in on and write.failed and not write.landed:
@@ -511,20 +511,20 @@ class Pair:
 
     # --- the callers -----------------------------------------------------------------------------------------------
 
-    def _offer(self, leg: Leg) -> None:
+    def offer(self, leg: Leg) -> None:
         leg.offered = True
-        self._out(leg, leg.outgoing.offer() if self.prefill.up else self._lost(leg.outgoing))
+        self.out(leg, leg.outgoing.offer() if self.prefill.up else self._lost(leg.outgoing))
 
-    def _push(self, leg: Leg) -> None:
+    def push(self, leg: Leg) -> None:
         component, layers, tokens = leg.case.pieces[leg.pushed]
         leg.pushed += 1
-        self._out(leg, leg.outgoing.push(component, Interval(*layers), Interval(*tokens), self.clock.now))
+        self.out(leg, leg.outgoing.push(component, Interval(*layers), Interval(*tokens), self.clock.now))
 
     def _finish(self, leg: Leg) -> None:
         leg.finished = True
-        self._out(leg, leg.outgoing.finish({"number": leg.number}, self.clock.now))
+        self.out(leg, leg.outgoing.finish({"number": leg.number}, self.clock.now))
 
-    def _expect(self, leg: Leg) -> None:
+    def expect(self, leg: Leg) -> None:
         leg.expected = True
         offer, leg.waiting = leg.waiting, None
         if not self.decode.up:
@@ -532,7 +532,7 @@ class Pair:
         elif offer is not None:
             self._in(leg, leg.incoming.offered(offer, self.clock.now))
 
-    def _grant(self, leg: Leg, count: int) -> None:
+    def grant(self, leg: Leg, count: int) -> None:
         slots = []
         while len(slots) < count and (slot := self.decode.pool.acquire("prefill", Hold.GRANTED)) is not None:
             slots.append(slot)
@@ -542,15 +542,15 @@ class Pair:
     def _start(self, leg: Leg) -> None:
         slot = self.prefill.pool.acquire("decode", Hold.GATHER)
         assert slot is not None
-        self._out(leg, leg.outgoing.start_box(slot))
+        self.out(leg, leg.outgoing.start_box(slot))
 
-    def _gathered(self, leg: Leg, slot: SlotRef) -> None:
+    def gathered(self, leg: Leg, slot: SlotRef) -> None:
         del leg.gathering[slot]
-        self._out(leg, leg.outgoing.gathered(slot))
+        self.out(leg, leg.outgoing.gathered(slot))
 
     def _gather_failed(self, leg: Leg, slot: SlotRef) -> None:
         del leg.gathering[slot]
-        self._out(leg, leg.outgoing.gather_failed(slot, LocalProtocolError("gather"), self.clock.now))
+        self.out(leg, leg.outgoing.gather_failed(slot, LocalProtocolError("gather"), self.clock.now))
 
     def _scattered(self, leg: Leg, slot: SlotRef) -> None:
         box = leg.scattering.pop(slot)
@@ -580,17 +580,17 @@ class Pair:
     def _written(self, write: Write) -> None:
         write.settled = True
         leg = self.legs[write.number - 1]
-        self._out(leg, leg.outgoing.written(write.slot, self.clock.now))
+        self.out(leg, leg.outgoing.written(write.slot, self.clock.now))
 
-    def _write_failed(self, write: Write) -> None:
+    def write_failed(self, write: Write) -> None:
         write.settled = write.failed = True
         leg, error = self.legs[write.number - 1], TransportError("rig", "failed", "the WRITE broke")
-        self._out(leg, leg.outgoing.write_failed(write.slot, error, self.clock.now, posted=True))
+        self.out(leg, leg.outgoing.write_failed(write.slot, error, self.clock.now, posted=True))
 
     def _write_refused(self, write: Write) -> None:
         self.writes.remove(write)
         leg, error = self.legs[write.number - 1], TransportError("rig", "not posted", "the WRITE was refused")
-        self._out(leg, leg.outgoing.write_failed(write.slot, error, self.clock.now, posted=False))
+        self.out(leg, leg.outgoing.write_failed(write.slot, error, self.clock.now, posted=False))
 
     def _drop_note(self, write: Write) -> None:
         write.dropped = True
@@ -624,7 +624,7 @@ class Pair:
         if sender.up and to.up:
             to.inbox.append(decode(sender.name, body))
 
-    def _read(self, side: Side) -> None:
+    def read(self, side: Side) -> None:
         self.deliver(side, side.inbox.popleft())
 
     def deliver(self, side: Side, message: ControlMessage) -> None:
@@ -637,13 +637,13 @@ class Pair:
         if side is self.prefill:
             match message:
                 case Grant():
-                    self._out(leg, leg.outgoing.granted(message, self.decode.pool.total, now))
+                    self.out(leg, leg.outgoing.granted(message, self.decode.pool.total, now))
                 case Done():
-                    self._out(leg, leg.outgoing.done(now))
+                    self.out(leg, leg.outgoing.done(now))
                 case Reject():
-                    self._out(leg, leg.outgoing.rejected(message, now))
+                    self.out(leg, leg.outgoing.rejected(message, now))
                 case Abort():
-                    self._out(leg, leg.outgoing.aborted(message, now))
+                    self.out(leg, leg.outgoing.aborted(message, now))
             return
         if not leg.expected:  # no call has asked for it: the OFFER waits
             match message:
@@ -676,7 +676,7 @@ class Pair:
         (leg,) = (leg for leg in self.legs if leg.outgoing.key == message.key)
         if leg.offered:
             error = TransferAborted(message.key, "test", message.message, cause=message.code)
-            self._out(leg, leg.outgoing.fail(error, self.clock.now))
+            self.out(leg, leg.outgoing.fail(error, self.clock.now))
 
     def _mangle(self, side: Side, change: Callable[[], object]) -> None:
         """What a TCP stream never does; the demand is a typed end and no unsafe memory, not success."""
@@ -693,7 +693,7 @@ class Pair:
         side.inbox.clear()
         for leg in self.legs:
             if side is self.prefill and leg.offered:
-                self._out(leg, self._lost(leg.outgoing))
+                self.out(leg, self._lost(leg.outgoing))
             elif side is self.decode and leg.expected:
                 self._in(leg, self._lost(leg.incoming))
 
@@ -709,10 +709,10 @@ class Pair:
         machines = self._machines("outgoing") + self._machines("incoming")
         return min((m.deadline for m in machines if m.deadline is not None), default=None)
 
-    def _tick(self, which: str) -> None:
+    def tick(self, which: str) -> None:
         for leg in self.legs:
             if which == "outgoing" and leg.offered:
-                self._out(leg, leg.outgoing.tick(self.clock.now))
+                self.out(leg, leg.outgoing.tick(self.clock.now))
             elif which == "incoming" and leg.expected:
                 self._in(leg, leg.incoming.tick(self.clock.now))
 
@@ -721,7 +721,7 @@ class Pair:
         moments = [m.deadline for m in self._machines(which) if m.deadline is not None]
         if moments:
             self.clock.advance_to(min(moments))
-            self._tick(which)
+            self.tick(which)
 
     def _unstick(self) -> None:
         """Long after the end: what was stuck ends too."""
@@ -732,7 +732,7 @@ class Pair:
 
     # --- actions ---------------------------------------------------------------------------------------------------
 
-    def _out(self, leg: Leg, actions: list[Action]) -> None:
+    def out(self, leg: Leg, actions: list[Action]) -> None:
         """Perform what an outgoing machine asks."""
         pool, out = self.prefill.pool, leg.outgoing
         for action in actions:

@@ -197,7 +197,7 @@ def test_a41_both_sides_time_out_without_any_traffic():
     clock: FakeClock = pair.clock
     for which in ("outgoing", "incoming"):
         clock.advance_to(getattr(leg, which).deadline)
-        pair._tick(which)
+        pair.tick(which)
         assert isinstance(leg.outcome(which), TransferTimeout)
         assert leg.outcome(which).retryable
     assert leg.ended
@@ -219,7 +219,7 @@ several = st.lists(cases(), min_size=1, max_size=3)
 pools = st.tuples(st.integers(2, 5), st.integers(2, 6))
 
 
-@settings(seeded, max_examples=200)
+@settings(seeded, max_examples=150)
 @given(several, pools, orders)
 def test_without_faults_everything_arrives_once(transfers: list[Case], slots: tuple[int, int], order: Order):
     pair = Pair(transfers, src_slots=slots[0], dst_slots=slots[1])
@@ -232,7 +232,7 @@ def test_without_faults_everything_arrives_once(transfers: list[Case], slots: tu
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_kind_of_fault_leaves_nothing_unsafe_or_without_an_end(fault: str):
-    @settings(seeded, max_examples=80)
+    @settings(seeded, max_examples=60)
     @given(several, pools, orders)
     def run(transfers: list[Case], slots: tuple[int, int], order: Order) -> None:
         pair = Pair(transfers, src_slots=slots[0], dst_slots=slots[1], faults=frozenset({fault}))
@@ -242,7 +242,7 @@ def test_one_kind_of_fault_leaves_nothing_unsafe_or_without_an_end(fault: str):
     run()
 
 
-@settings(seeded, max_examples=200)
+@settings(seeded, max_examples=150)
 @given(several, pools, orders, st.sets(st.sampled_from(sorted(FAULTS)), min_size=2))
 def test_all_kinds_of_faults_together(transfers: list[Case], slots: tuple[int, int], order: Order, faults: set[str]):
     pair = Pair(transfers, src_slots=slots[0], dst_slots=slots[1], faults=frozenset(faults))
@@ -253,15 +253,15 @@ def test_all_kinds_of_faults_together(transfers: list[Case], slots: tuple[int, i
 def test_a42_more_failures_than_slots_and_then_a_success():
     pair = Pair([simple_case()] * 7, src_slots=2, dst_slots=2)
     for leg in pair.legs[:-1]:
-        pair._offer(leg)
-        pair._expect(leg)
-        pair._push(leg)
+        pair.offer(leg)
+        pair.expect(leg)
+        pair.push(leg)
         while pair.decode.inbox:
-            pair._read(pair.decode)
-        pair._grant(leg, 1)
-        pair._out(leg, leg.outgoing.fail(TransferAborted(leg.outgoing.key, "test", "no"), pair.clock.now))
+            pair.read(pair.decode)
+        pair.grant(leg, 1)
+        pair.out(leg, leg.outgoing.fail(TransferAborted(leg.outgoing.key, "test", "no"), pair.clock.now))
         while pair.decode.inbox or pair.prefill.inbox:
-            pair._read(pair.decode if pair.decode.inbox else pair.prefill)
+            pair.read(pair.decode if pair.decode.inbox else pair.prefill)
         assert leg.ended
     pair.end(may_fail=True)
     assert pair.legs[-1].outcome("incoming") is None
@@ -342,16 +342,16 @@ def test_grants_for_data_that_is_not_wanted_do_not_go_back_and_forth():
     pushes = ((0, (0, 2), (0, 8)), (0, (0, 2), (8, 16)))
     pair = Pair([Case(plan_of(route_of(), total=16), ((0, 16),), ((8, 16),), pushes)])
     (leg,) = pair.legs
-    pair._offer(leg)
-    pair._push(leg)  # the second push waits for more prefill
-    pair._expect(leg)
+    pair.offer(leg)
+    pair.push(leg)  # the second push waits for more prefill
+    pair.expect(leg)
     for _ in range(50):
         while pair.decode.inbox:
-            pair._read(pair.decode)
+            pair.read(pair.decode)
         if leg.incoming.wanting or leg.incoming.must_answer:
-            pair._grant(leg, leg.incoming.wanting)
+            pair.grant(leg, leg.incoming.wanting)
         while pair.prefill.inbox:
-            pair._read(pair.prefill)
+            pair.read(pair.prefill)
     assert pair.sent["Grant"] == 1
     assert pair.sent["Release"] == 1
     assert pair.decode.pool.free == pair.decode.pool.total
@@ -363,11 +363,11 @@ def test_a_box_pushed_between_two_grants_is_sent_once():
     pushes = tuple((0, (0, 2), (token, token + 1)) for token in range(6))
     pair = Pair([Case(plan_of(route_of(), total=6), ((0, 6),), ((0, 6),), pushes)], dst_slots=2)
     (leg,) = pair.legs
-    pair._offer(leg)
-    pair._expect(leg)
-    pair._read(pair.decode)
-    pair._grant(leg, 0)
-    pair._read(pair.prefill)
+    pair.offer(leg)
+    pair.expect(leg)
+    pair.read(pair.decode)
+    pair.grant(leg, 0)
+    pair.read(pair.prefill)
     pair.end()
     assert leg.outcome("incoming") is None
     assert sum(leg.written.values()) == 12
@@ -378,16 +378,16 @@ def test_a41_a_gather_that_outlives_all_deadlines_posts_nothing_and_keeps_the_pa
     pair = Pair([simple_case(total=2)], faults=frozenset({"stuck"}))
     (leg,) = pair.legs
     while not leg.gathering:
-        next(iter(pair._events()))[1]()
+        next(iter(pair.events()))[1]()
     (slot,) = leg.gathering
     leg.stuck.add(slot)
     for _ in range(2):
         pair.clock.advance_to(leg.outgoing.deadline)
-        pair._tick("outgoing")
+        pair.tick("outgoing")
     assert leg.outgoing.state is OutgoingState.FAILED
     assert leg.outcomes["outgoing"] == []
     leg.stuck.clear()
-    pair._gathered(leg, slot)
+    pair.gathered(leg, slot)
     assert isinstance(leg.outcome("outgoing"), TransferTimeout)
     assert not pair.writes
     pair.end()
@@ -400,12 +400,12 @@ def test_a32_a_target_that_gave_up_polls_until_the_late_write_has_landed():
     pair = Pair([simple_case(total=2, chunk_bytes=512)], faults=frozenset({"stuck"}))
     (leg,) = pair.legs
     while not pair.writes:
-        next(iter(pair._events()))[1]()
+        next(iter(pair.events()))[1]()
     (write,) = pair.writes
     write.stuck = True
     while leg.incoming.deadline is not None:
         pair.clock.advance_to(leg.incoming.deadline)
-        pair._tick("incoming")
+        pair.tick("incoming")
         pair.drain()
     assert leg.incoming.state is IncomingState.FAILED
     assert not leg.incoming.settled
@@ -421,9 +421,9 @@ def test_a50_one_failed_write_holds_one_slot_not_all_grants():
     pair = Pair([simple_case(total=8)], src_slots=2, dst_slots=8, faults=frozenset({"write"}))
     (leg,) = pair.legs
     while not pair.writes:
-        next(iter(pair._events()))[1]()
-    pair._grant(leg, leg.incoming.wanting)
-    pair._write_failed(pair.writes[0])
+        next(iter(pair.events()))[1]()
+    pair.grant(leg, leg.incoming.wanting)
+    pair.write_failed(pair.writes[0])
     pair.end()
     assert len(leg.granted) == 4
     assert pair.sent["Quiesced"] == 0
@@ -582,8 +582,8 @@ def test_the_laws_catch_a_sender_without_a_deadline():
     """It would wait for ever for a receiver that never came."""
     pair = Pair([simple_case()], outgoing=IgnoresItsDeadline)
     (leg,) = pair.legs
-    pair._offer(leg)
+    pair.offer(leg)
     pair.clock.advance_to(leg.outgoing.deadline)
-    pair._tick("outgoing")
+    pair.tick("outgoing")
     with pytest.raises(LawBroken, match="OFFERED and EXPECTING after all deadlines"):
         pair.check_end()
