@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
+from rdma_kv.config import MAX_TIMEOUT_S
 from rdma_kv.errors import (
     ClosedError,
     ConfigError,
@@ -173,6 +174,8 @@ class Agent:
             ConfigError: a value that cannot be right.
             LocalProtocolError: not a prefill agent, or this key is being sent there already.
         """
+        if to is not None and not isinstance(to, ReplicaId):
+            raise ConfigError("to", f"{to!r} is not a ReplicaId(engine, index)")
         available, announced = self._ranges(tokens)
         call = self._call(Role.PREFILL, key, replica, attempt, timeout_s, pages, available)
         return Sending(self._shell, call, to, available, announced)
@@ -206,6 +209,8 @@ class Agent:
         wanted, _ = self._ranges(tokens)
         call = self._call(Role.DECODE, key, replica, attempt, timeout_s, pages, wanted)
         sources = (source,) if isinstance(source, ReplicaId) else tuple(source or ())
+        if not all(isinstance(each, ReplicaId) for each in sources):
+            raise ConfigError("source", f"{source!r} is not a ReplicaId(engine, index), nor a list of such")
         return await Receiving(self._shell, call, sources, wanted).run()
 
     def stats(self) -> dict[str, Any]:
@@ -297,16 +302,18 @@ class Agent:
         if config.role is not role:
             verb = "send" if role is Role.PREFILL else "receive"
             raise LocalProtocolError(f"{verb} belongs to a {role.value} agent; this one is {config.role.value}")
-        if not isinstance(key, str) or not 1 <= len(key) <= 512:
-            raise ConfigError("key", "must be a string of 1 to 512 characters")
+        if not isinstance(key, str) or not 1 <= len(key) <= 512 or not _is_unicode(key):
+            raise ConfigError("key", "must be a string of 1 to 512 Unicode characters")
         if not isinstance(attempt, int) or not 0 <= attempt < 1 << 31:
             raise ConfigError("attempt", f"{attempt!r} is not a small non-negative number")
+        if not isinstance(replica, int):
+            raise ConfigError("replica", f"{replica!r} is not a whole number")
         config.topology.check_replica(replica)
         if all(owned.replica != replica for owned in config.owns):
             raise ConfigError("replica", f"{replica} has no rank on this agent, which owns {list(config.ranks)}")
         timeout_s = config.timeouts.transfer if timeout_s is None else timeout_s
-        if timeout_s <= 0:
-            raise ConfigError("timeout_s", f"{timeout_s} s is not positive")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ConfigError("timeout_s", f"{timeout_s} s; more than 0 and at most {MAX_TIMEOUT_S:.0f} s are possible")
         self._shell.packer.check_complete()
         tables = self._shell.packer.page_tables(replica, pages, [span.end for span in spans])
         return Call(key, replica, attempt, tables, timeout_s)
@@ -335,3 +342,8 @@ class Agent:
             if part.has_tokens and span.size
         ]
         return ranges, Interval(min((s.start for s in spans), default=0), max((s.end for s in spans), default=0))
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the text can be written as UTF-8: a lone surrogate cannot."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from rdma_kv.errors import ConfigError
 
+MAX_TIMEOUT_S = 7 * 24 * 3600.0
+"""A week: longer waits are mistakes, and durations on the wire have a bound."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
@@ -28,8 +31,9 @@ class Timeouts:
 
     def __post_init__(self) -> None:
         for name in ("transfer", "quiesce", "connect", "retry", "unmatched"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"timeouts.{name}", f"{getattr(self, name)} s is not a positive, finite time")
+            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
+                text = f"{getattr(self, name)} s; more than 0 and at most {MAX_TIMEOUT_S:.0f} s are possible"
+                raise ConfigError(f"timeouts.{name}", text)
 
 
 @dataclass(frozen=True, slots=True)

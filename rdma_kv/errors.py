@@ -1,7 +1,7 @@
 """Every error of rdma-kv and its code on the wire, on one screen.
 
 Facts are fields; the text is for people. `ErrorCode` and the classes map one to one, so that the reason for a failure
-reaches the peer and comes out there as the same class.
+reaches the peer: there it is the `cause` of a TransferAborted (or, where both sides have the same fault, the same class).
 """
 
 from __future__ import annotations
@@ -138,11 +138,23 @@ class TransferTimeout(TransferError):
     retryable = True
 
 
+_LASTING = frozenset(
+    {
+        ErrorCode.CONFIG,
+        ErrorCode.LOCAL_PROTOCOL,
+        ErrorCode.REMOTE_PROTOCOL,
+        ErrorCode.INCOMPATIBLE_PEER,
+        ErrorCode.ROUTE_MISMATCH,
+        ErrorCode.RANGE_UNAVAILABLE,
+    }
+)
+"""Causes that another attempt does not mend."""
+
+
 class TransferAborted(TransferError):
     """One participant gave the transfer up. `cause` is the code that it told, `culprit` who began."""
 
     code = ErrorCode.TRANSFER_ABORTED
-    retryable = True
 
     def __init__(
         self,
@@ -156,6 +168,7 @@ class TransferAborted(TransferError):
         super().__init__(transfer, stage, message)
         self.cause = cause
         self.culprit = culprit
+        self.retryable = cause not in _LASTING
 
 
 class RouteMismatchError(TransferError):

@@ -10,7 +10,7 @@ An interval is `[start, end]` with an exclusive end; lists "per component" follo
 from __future__ import annotations
 
 import struct
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta, Struct
@@ -154,6 +154,7 @@ class Reject(Message, frozen=True, tag="reject"):
     code: ErrorCode
     message: Text
     key: Text = ""
+    attempt: Index = 0
     prefill_replica: Index = 0
     decode_replica: Index = 0
 
@@ -163,6 +164,19 @@ class Release(Message, frozen=True, tag="release"):
 
     transfer: Sequence
     slots: SlotEpochs
+
+
+class TransferName(NamedTuple):
+    """What a transfer is called across agents, beside the two engines."""
+
+    key: str
+    attempt: int
+    prefill_replica: int
+    decode_replica: int
+
+    @classmethod
+    def of(cls, message: Expect | Offer | Reject | Abort) -> TransferName:
+        return cls(message.key, message.attempt, message.prefill_replica, message.decode_replica)
 
 
 class Start(Message, frozen=True, tag="start"):

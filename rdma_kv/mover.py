@@ -38,6 +38,7 @@ from rdma_kv.messages import (
     Reject,
     Release,
     Start,
+    TransferName,
     decode_notification,
     encode_notification,
 )
@@ -77,7 +78,7 @@ class Matchmaker(Protocol):
 
     def on_offer_repeated(self, peer: Peer, message: Offer) -> bool: ...
 
-    def take_offer(self, peer: Peer, key: str, prefill_replica: int, decode_replica: int) -> Offer | None: ...
+    def take_offer(self, peer: Peer, name: TransferName) -> Offer | None: ...
 
     def on_abort(self, peer: Peer, message: Abort) -> None: ...
 
@@ -149,7 +150,7 @@ class Mover:
         self._memory = HostMemory(staging.slots * staging.slot_bytes)
         self._region: Region | None = None
         self._entries: dict[tuple[str, int], Entry] = {}  # numbered transfers, by (peer, number)
-        self._expecting: dict[tuple[str, str, int, int], Entry] = {}  # receives without OFFER, by (peer, key, p, d)
+        self._expecting: dict[tuple[str, TransferName], Entry] = {}  # receives without OFFER, by peer and name
         self._endings: dict[str, asyncio.Task[None]] = {}  # data links that are being closed, by peer
         self._wanting: dict[Entry, None] = {}  # who can use a slot, in the order of their turns
         self._handing_out = False
@@ -224,22 +225,21 @@ class Mover:
             LocalProtocolError: this key is expected from this peer already. Nothing has changed.
         """
         entry = self._entry(peer, machine, tables)
-        route = machine.plan.route
-        key = (machine.key, route.prefill_replica, route.decode_replica)
-        if (peer.name, *key) in self._expecting or any(
+        name = _name_of(machine)
+        if (peer.name, name) in self._expecting or any(
             e.peer is peer
             and isinstance(e.machine, IncomingTransfer)
             and not e.machine.ended
-            and _key_of(e.machine) == key
+            and _name_of(e.machine) == name
             for e in self._entries.values()
         ):
             raise LocalProtocolError(f"{machine.key!r} is being received already")
-        self._expecting[peer.name, *key] = entry
+        self._expecting[peer.name, name] = entry
         if peer.lost is not None:
             self._perform(entry, machine.link_lost(peer.lost, self._now()))
             return entry
         self._arm(entry)
-        offer = self._matchmaker.take_offer(peer, *key)
+        offer = self._matchmaker.take_offer(peer, name)
         if offer is not None:
             self._match(entry, offer)
         return entry
@@ -327,9 +327,7 @@ class Mover:
             case Done():
                 return  # this agent of the prefill replica has nothing for us
             case Reject():
-                expecting = self._expecting.get(
-                    (peer.name, message.key, message.prefill_replica, message.decode_replica)
-                )
+                expecting = self._expecting.get((peer.name, TransferName.of(message)))
                 if expecting is not None and isinstance(expecting.machine, IncomingTransfer):
                     self._perform(expecting, expecting.machine.refused(message, now))
             case Release() | Start() | Finish() | Quiesced() | Abort():
@@ -346,7 +344,7 @@ class Mover:
                 elif isinstance(message, Finish):
                     self._perform(entry, machine.finished(message, now))
                 elif isinstance(message, Quiesced):
-                    self._perform(entry, machine.quiesced())
+                    self._perform(entry, machine.quiesced(now))
                 elif isinstance(message, Abort):
                     self._perform(entry, machine.aborted(message, now))
             case _:
@@ -376,8 +374,7 @@ class Mover:
                 self.counters["replays"] += 1
             return
         peer.numbers.high_water = message.transfer
-        key = (peer.name, message.key, message.prefill_replica, message.decode_replica)
-        if (expecting := self._expecting.get(key)) is not None:
+        if (expecting := self._expecting.get((peer.name, TransferName.of(message)))) is not None:
             self._match(expecting, message)
         else:
             self._matchmaker.on_offer(peer, message)
@@ -385,7 +382,7 @@ class Mover:
     def _match(self, entry: Entry, offer: Offer) -> None:
         machine, peer = entry.machine, entry.peer
         assert isinstance(machine, IncomingTransfer)
-        self._expecting.pop((peer.name, *_key_of(machine)), None)
+        self._expecting.pop((peer.name, _name_of(machine)), None)
         self._entries[peer.name, offer.transfer] = entry
         if peer.exported is None:
             peer.exported = self._tasks.spawn(self._export(peer), f"export to {peer.name}")
@@ -654,9 +651,9 @@ class Mover:
         self._entries.pop((entry.peer.name, machine.number), None)
         self._wanting.pop(entry, None)
         if isinstance(machine, IncomingTransfer):
-            key = (entry.peer.name, *_key_of(machine))
-            if self._expecting.get(key) is entry:
-                del self._expecting[key]
+            place = (entry.peer.name, _name_of(machine))
+            if self._expecting.get(place) is entry:
+                del self._expecting[place]
 
     def _note_quiet(self) -> None:
         if not self._closing:
@@ -667,6 +664,6 @@ class Mover:
             self._quiet.clear()
 
 
-def _key_of(machine: IncomingTransfer) -> tuple[str, int, int]:
+def _name_of(machine: IncomingTransfer) -> TransferName:
     route = machine.plan.route
-    return machine.key, route.prefill_replica, route.decode_replica
+    return TransferName(machine.key, machine.attempt, route.prefill_replica, route.decode_replica)

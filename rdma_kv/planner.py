@@ -617,6 +617,10 @@ def byte_runs(layout: KvLayout, pages: Int64Array, local: Interval, heads: Inter
         lengths = np.broadcast_to((counts * row)[:, None], offsets.shape)
     else:
         tokens = np.arange(layout.page_size, dtype=np.int64) * layout.token_stride
+        if head_offsets.size == 1 and (int(tokens[-1]) + row) % layout.page_stride:
+            # Pages lie whole page strides apart, so no row ends where one of another page begins: nothing to merge.
+            starts = (base[:, None] + (tokens + head_offsets)).reshape(-1)[begin : begin + local.size]
+            return Runs(starts, np.broadcast_to(np.int64(row), starts.shape))
         starts = (base[:, None] + tokens).reshape(-1)[begin : begin + local.size]
         offsets = starts[:, None] + head_offsets
         lengths = np.full(offsets.shape, row, dtype=np.int64)

@@ -14,6 +14,7 @@ from rdma_kv.peer import Peer
 from rdma_kv.planner import Route
 from rdma_kv.protocol.incoming import IncomingTransfer
 from rdma_kv.registry.static import AgentRecord
+from rdma_kv.rendezvous import Place
 from rdma_kv.session import Call, Session, Shell, TokenRange
 from rdma_kv.types import Interval, ReplicaId
 
@@ -52,12 +53,13 @@ class Receiving:
         self._shell = shell
         self._call = call
         self._wanted = wanted
+        self._place = Place(call.key, call.attempt, call.replica)
         allowed = frozenset(sources) or None
         self._session = Session(
             shell,
             call,
             sources,
-            find=lambda: shell.rendezvous.wait_for_offer(call.key, call.replica, allowed),
+            find=lambda: shell.rendezvous.wait_for_offer(self._place, allowed),
             work=self._expect,
         )
 
@@ -114,7 +116,7 @@ class Receiving:
         )
         entry = self._shell.mover.open_incoming(peer, machine, call.tables)
         taken = ReplicaId(peer.id.engine, route.prefill_replica)
-        self._shell.rendezvous.refuse_others(call.key, call.replica, session.others, taken)
+        self._shell.rendezvous.refuse_others(self._place, session.others, taken)
         return entry
 
     def _received(self) -> Received:

@@ -9,15 +9,32 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rdma_kv.config import Limits, Timeouts
 from rdma_kv.errors import LocalProtocolError, RdmaKvError
-from rdma_kv.messages import Abort, Expect, Offer, Reject
+from rdma_kv.messages import Abort, Expect, Offer, Reject, TransferName
 from rdma_kv.peer import Peer
 from rdma_kv.types import ReplicaId
 
+_GRACE_S = 1.0
+"""A message is kept a little longer than its sender waits: the two clocks began at different moments."""
+
 Check = Callable[[Peer, Offer | Expect], RdmaKvError | None]
 AbortHandler = Callable[[Peer, Abort], None]
+
+
+class Place(NamedTuple):
+    """Where messages and calls meet: a key, its attempt, and the replica of ours that is meant."""
+
+    key: str
+    attempt: int
+    replica: int
+
+    @classmethod
+    def of(cls, message: Offer | Expect) -> Place:
+        replica = message.decode_replica if isinstance(message, Offer) else message.prefill_replica
+        return cls(message.key, message.attempt, replica)
 
 
 @dataclass(eq=False)
@@ -55,10 +72,10 @@ class Rendezvous:
         self._fail_session = fail_session
         self._timeouts = timeouts
         self._limits = limits
-        self._offers: dict[tuple[str, int], list[_Unmatched]] = {}  # by (key, decode replica)
-        self._expects: dict[tuple[str, int], list[_Unmatched]] = {}  # by (key, prefill replica)
-        self._receives: dict[tuple[str, int], _Call] = {}  # by (key, decode replica)
-        self._sends: dict[tuple[str, int], _Call] = {}  # by (key, prefill replica)
+        self._offers: dict[Place, list[_Unmatched]] = {}
+        self._expects: dict[Place, list[_Unmatched]] = {}
+        self._receives: dict[Place, _Call] = {}
+        self._sends: dict[Place, _Call] = {}
         self._per_peer: dict[str, int] = {}
 
     @property
@@ -68,19 +85,18 @@ class Rendezvous:
 
     # --- calls ---------------------------------------------------------------------------------------------------------
 
-    async def wait_for_offer(self, key: str, replica: int, allowed: frozenset[ReplicaId] | None) -> ReplicaId:
-        """The first prefill replica (of `allowed`) that offers `key` to our decode replica `replica`."""
-        waiting = self._offers.get((key, replica), [])
-        return await self._wait(self._receives, (key, replica), allowed, waiting)
+    async def wait_for_offer(self, place: Place, allowed: frozenset[ReplicaId] | None) -> ReplicaId:
+        """The first prefill replica (of `allowed`) that offers the key to our decode replica."""
+        return await self._wait(self._receives, place, allowed, self._offers.get(place, []))
 
-    async def wait_for_expect(self, key: str, replica: int) -> ReplicaId:
-        """The first decode replica that expects `key` from our prefill replica `replica`."""
-        return await self._wait(self._sends, (key, replica), None, self._expects.get((key, replica), []))
+    async def wait_for_expect(self, place: Place) -> ReplicaId:
+        """The first decode replica that expects the key from our prefill replica."""
+        return await self._wait(self._sends, place, None, self._expects.get(place, []))
 
     async def _wait(
         self,
-        calls: dict[tuple[str, int], _Call],
-        place: tuple[str, int],
+        calls: dict[Place, _Call],
+        place: Place,
         allowed: frozenset[ReplicaId] | None,
         waiting: list[_Unmatched],
     ) -> ReplicaId:
@@ -89,32 +105,31 @@ class Rendezvous:
             if allowed is None or source in allowed:
                 return source
         if place in calls:
-            raise LocalProtocolError(f"{place[0]!r} of replica {place[1]} is waited for already")
+            raise LocalProtocolError(f"{place.key!r} of replica {place.replica} is waited for already")
         call = calls[place] = _Call(allowed, asyncio.get_running_loop().create_future())
         try:
             return await call.found
         finally:
             del calls[place]
 
-    def take_offer(self, peer: Peer, key: str, prefill_replica: int, decode_replica: int) -> Offer | None:
+    def take_offer(self, peer: Peer, name: TransferName) -> Offer | None:
         """Hand over the OFFER of this very transfer, if it has come."""
-        for unmatched in self._offers.get((key, decode_replica), []):
+        place = Place(name.key, name.attempt, name.decode_replica)
+        for unmatched in self._offers.get(place, []):
             message = unmatched.message
-            if unmatched.peer is peer and message.prefill_replica == prefill_replica and isinstance(message, Offer):
-                self._drop(self._offers, (key, decode_replica), unmatched)
+            if unmatched.peer is peer and TransferName.of(message) == name and isinstance(message, Offer):
+                self._drop(self._offers, place, unmatched)
                 return message
         return None
 
-    def forget_expects(self, key: str, prefill_replica: int, decode: ReplicaId) -> None:
+    def forget_expects(self, place: Place, decode: ReplicaId) -> None:
         """A send has begun: the EXPECTs that asked for it are answered."""
-        place = (key, prefill_replica)
         for unmatched in list(self._expects.get(place, [])):
             if _sender(unmatched) == decode:
                 self._drop(self._expects, place, unmatched)
 
-    def refuse_others(self, key: str, decode_replica: int, asked: Iterable[ReplicaId], taken: ReplicaId) -> None:
+    def refuse_others(self, place: Place, asked: Iterable[ReplicaId], taken: ReplicaId) -> None:
         """A receive that asked several replicas has chosen one: offers of the others are not needed."""
-        place = (key, decode_replica)
         unwanted = set(asked) - {taken}
         for unmatched in list(self._offers.get(place, [])):
             if _sender(unmatched) in unwanted:
@@ -129,7 +144,7 @@ class Rendezvous:
         if refusal is not None:
             peer.send(_reject(message, refusal))
             return
-        place = (message.key, message.decode_replica)
+        place = Place.of(message)
         if any(
             u.peer is peer and u.message.prefill_replica == message.prefill_replica for u in self._offers.get(place, [])
         ):
@@ -140,7 +155,7 @@ class Rendezvous:
 
     def on_offer_repeated(self, peer: Peer, message: Offer) -> bool:
         """A waiting OFFER with more boxes. False: none of that number waits."""
-        for unmatched in self._offers.get((message.key, message.decode_replica), []):
+        for unmatched in self._offers.get(Place.of(message), []):
             known = unmatched.message
             if unmatched.peer is peer and isinstance(known, Offer) and known.transfer == message.transfer:
                 unmatched.message = message
@@ -161,7 +176,7 @@ class Rendezvous:
         if refusal is not None:
             peer.send(_reject(message, refusal))
             return
-        place = (message.key, message.prefill_replica)
+        place = Place.of(message)
         if any(
             u.peer is peer and u.message.decode_replica == message.decode_replica for u in self._expects.get(place, [])
         ):
@@ -172,13 +187,11 @@ class Rendezvous:
     def on_abort(self, peer: Peer, message: Abort) -> None:
         """A participant has given up a transfer that has no number on this link."""
         for table, place in (
-            (self._offers, (message.key, message.decode_replica)),
-            (self._expects, (message.key, message.prefill_replica)),
+            (self._offers, Place(message.key, message.attempt, message.decode_replica)),
+            (self._expects, Place(message.key, message.attempt, message.prefill_replica)),
         ):
             for unmatched in list(table.get(place, [])):
-                first = unmatched.message
-                replicas = (first.prefill_replica, first.decode_replica)
-                if unmatched.peer is peer and replicas == (message.prefill_replica, message.decode_replica):
+                if unmatched.peer is peer and TransferName.of(unmatched.message) == TransferName.of(message):
                     self._drop(table, place, unmatched)
         self._fail_session(peer, message)
 
@@ -207,8 +220,8 @@ class Rendezvous:
 
     def _keep(
         self,
-        table: dict[tuple[str, int], list[_Unmatched]],
-        place: tuple[str, int],
+        table: dict[Place, list[_Unmatched]],
+        place: Place,
         peer: Peer,
         message: Offer | Expect,
     ) -> bool:
@@ -218,21 +231,20 @@ class Rendezvous:
             return False
         loop = asyncio.get_running_loop()
         unmatched = _Unmatched(peer, message)
-        wait_s = min(self._timeouts.unmatched, message.timeout_ms / 1000)
+        own_s, senders_s = self._timeouts.unmatched, message.timeout_ms / 1000
+        wait_s = min(own_s, senders_s + _GRACE_S)
         unmatched.timer = loop.call_later(wait_s, self._expire, table, place, unmatched)
         table.setdefault(place, []).append(unmatched)
         self._per_peer[peer.name] = count + 1
         return True
 
-    def _expire(
-        self, table: dict[tuple[str, int], list[_Unmatched]], place: tuple[str, int], unmatched: _Unmatched
-    ) -> None:
+    def _expire(self, table: dict[Place, list[_Unmatched]], place: Place, unmatched: _Unmatched) -> None:
+        """Its sender has given up by itself, or has more patience than we: then it is told."""
         self._drop(table, place, unmatched)
-        _refuse(unmatched, "nobody here has asked for this key in time")
+        if unmatched.message.timeout_ms / 1000 > self._timeouts.unmatched:
+            _refuse(unmatched, f"nobody here has asked for this key within {self._timeouts.unmatched:.1f} s")
 
-    def _drop(
-        self, table: dict[tuple[str, int], list[_Unmatched]], place: tuple[str, int], unmatched: _Unmatched
-    ) -> None:
+    def _drop(self, table: dict[Place, list[_Unmatched]], place: Place, unmatched: _Unmatched) -> None:
         unmatched.stop_timer()
         table[place].remove(unmatched)
         if not table[place]:

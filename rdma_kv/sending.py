@@ -16,6 +16,7 @@ from rdma_kv.mover import Entry, StageTimes
 from rdma_kv.peer import Peer
 from rdma_kv.planner import Route, Tiling
 from rdma_kv.protocol.outgoing import OutgoingTransfer
+from rdma_kv.rendezvous import Place
 from rdma_kv.session import Call, Session, Shell, TokenRange, interval
 from rdma_kv.types import Interval, ReplicaId
 
@@ -45,11 +46,12 @@ class Sending:
         self._call = call
         self._available = available
         self._announced = announced
+        self._place = Place(call.key, call.attempt, call.replica)
         self._session = Session(
             shell,
             call,
             (to,) if to is not None else (),
-            find=lambda: shell.rendezvous.wait_for_expect(call.key, call.replica),
+            find=lambda: shell.rendezvous.wait_for_expect(self._place),
             work=self._offer,
         )
         components = shell.config.model.components
@@ -142,6 +144,9 @@ class Sending:
         which = None if layers is None else interval("layers", layers)
         if component is None and asked is not None and not self._announced.contains(asked):
             raise ConfigError("tokens", f"{asked} is outside {self._announced}, which send() announced")
+        num_layers = self._shell.config.topology.num_layers
+        if which is not None and which.end > num_layers:
+            raise ConfigError("layers", f"{which} is outside the model's {num_layers} layers")
         last = asked is None or asked.end == self._announced.end
         pushes = []
         for index, part in enumerate(components):
@@ -178,7 +183,7 @@ class Sending:
                 timeout_s=session.deadline - now,
             )
 
-        shell.rendezvous.forget_expects(call.key, call.replica, ReplicaId(peer.id.engine, route.decode_replica))
+        shell.rendezvous.forget_expects(self._place, ReplicaId(peer.id.engine, route.decode_replica))
         entry = shell.mover.open_outgoing(peer, make, call.tables)
         for push in self._pushes:
             shell.mover.push(entry, *push)

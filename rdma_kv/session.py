@@ -56,12 +56,20 @@ class AgentConfig:
     limits: Limits = Limits()
 
     def __post_init__(self) -> None:
+        for name in ("engine", "cluster"):
+            if not isinstance(value := getattr(self, name), str) or not 1 <= len(value) <= 256:
+                raise ConfigError(name, "must be a name of 1 to 256 characters")
+        if not isinstance(self.role, Role):
+            raise ConfigError("role", f"{self.role!r}; use Role.PREFILL or Role.DECODE")
         if not self.ranks or len(set(self.ranks)) != len(self.ranks):
             raise ConfigError("ranks", f"{self.ranks}: at least one, each once")
         for rank in self.ranks:
             self.topology.check_rank(rank)
         self.model.check_topology(self.topology)
-        parse_address(self.listen)
+        try:
+            parse_address(self.listen)
+        except ConfigError as exc:
+            raise ConfigError("listen", exc.problem) from exc
 
     @property
     def id(self) -> AgentId:
@@ -246,10 +254,12 @@ class Session:
             raise
         finally:
             self.shell.sessions.discard(self)
-        if self.error is not None:
-            raise self.error
         if not self._main.cancelled() and (bug := self._main.exception()) is not None:
             raise bug
+        if self.error is not None:
+            raise self.error
+        if any(not entry.machine.succeeded for entry in self.entries.values()):
+            raise TransferAborted(self.call.key, "internal", "a transfer has ended without an outcome")
 
     async def _run(self) -> None:
         try:
@@ -260,14 +270,18 @@ class Session:
             route = self.shell.route(call.key, call.replica, engine, self.other.index)
             for record in engine.agents:
                 if self.shell.moves(route, record.ranks):
-                    leg = self._leg(record, route)
-                    self._legs[record.id] = asyncio.create_task(leg, name=f"leg {call.key} {record.id}")
+                    work = self._leg(record, route)
+                    self._legs[record.id] = asyncio.create_task(work, name=f"leg {call.key} {record.id}")
         except TimeoutError:
             who = ", ".join(map(str, self.others)) or "anybody"
             self.fail(TransferTimeout(self.call.key, "MATCHING", f"no word from {who} in time"))
         except RdmaKvError as exc:
             self.fail(exc)
-        await asyncio.gather(*self._legs.values(), return_exceptions=True)
+        if self._legs:
+            await asyncio.wait(self._legs.values())
+        for leg in self._legs.values():
+            if not leg.cancelled() and (bug := leg.exception()) is not None:
+                raise bug
 
     async def _leg(self, record: AgentRecord, route: Route) -> None:
         """One peer agent: link, transfer, outcome."""
@@ -283,6 +297,9 @@ class Session:
             error = TransferTimeout(self.call.key, "CONNECTING", f"{record.id} could not be reached in time")
         except RdmaKvError as exc:
             error = exc
+        except Exception as exc:
+            self.fail(TransferAborted(self.call.key, "internal", f"a bug: {exc!r}"))
+            raise
         if error is not None:
             self.fail(error)
 
@@ -311,7 +328,10 @@ class Session:
     def _check_unique(self) -> None:
         call = self.call
         for other in self.shell.sessions:
-            if (other.call.key, other.call.replica, other.others) == (call.key, call.replica, self.others):
+            theirs = other.call
+            if (theirs.key, theirs.replica, theirs.attempt) == (call.key, call.replica, call.attempt) and (
+                other.others == self.others
+            ):
                 raise LocalProtocolError(f"{call.key!r} of replica {call.replica} is live already")
 
     def _engine_of(self, other: ReplicaId) -> EngineRecord:

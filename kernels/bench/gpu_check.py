@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -109,14 +110,14 @@ class Block:
         return self.here.ctypes.data + begin
 
     def chunk(self, layout: str, *, row_bytes: int, skew: int = 0, heads: range = range(4), pools: int = 1) -> Chunk:
-        """Random tokens of fresh pools, a page in whole among them."""
-        size, whole = (1, 1) if layout == "mla" else (4, len(heads))
-        kind = form(layout, layers=3, pages=9, page_size=4, heads=size, row_bytes=row_bytes)
+        """Random tokens of fresh pools, a page in whole among them; of MLA's one head in any case."""
+        heads, pool_heads = (range(1), 1) if layout == "mla" else (heads, 4)
+        kind = form(layout, layers=3, pages=9, page_size=4, heads=pool_heads, row_bytes=row_bytes)
         slots = np.concatenate((np.arange(12, 16), self.rng.permutation(12)[:7], [17, 30]))
         pool_of = self.rng.integers(0, pools, slots.size)
         begins = [self.cut(kind.size, skew * (pool + 1)) for pool in range(pools)]
-        packed = self.cut(kind.planes.size * slots.size * whole * row_bytes, skew)
-        return chunk_of(kind, packed, begins, slots, pool_of, range(1) if layout == "mla" else heads)
+        packed = self.cut(kind.planes.size * slots.size * len(heads) * row_bytes, skew)
+        return chunk_of(kind, packed, begins, slots, pool_of, heads)
 
 
 def launches(block: Block) -> Iterator[tuple[str, list[Chunk]]]:
@@ -185,7 +186,7 @@ def wrong_bytes_far_apart(device: torch.device) -> int:
 
 def check(device: torch.device, tilings: Sequence[Tiling], programs: Sequence[int]) -> bool:
     """Print each launch and its number of wrong bytes; whether all were right."""
-    block = Block(24 << 20, np.random.default_rng(11))
+    block = Block(48 << 20, np.random.default_rng(11))
     there = torch.empty(block.here.size, dtype=torch.uint8, device=device)
     counts = []
     for name, chunks in launches(block):
@@ -215,11 +216,11 @@ class Case:
 
 
 CASES = [
-    Case("64 B rows, page 1", "sglang", 1, 1, 1, 64),
-    Case("256 B rows, page 1", "sglang", 1, 1, 1, 256),
-    Case("512 B rows, page 1", "sglang", 1, 1, 1, 512),
-    Case("1 KiB rows, page 1", "sglang", 1, 1, 1, 1024),
-    Case("4 KiB rows, page 1", "sglang", 1, 1, 1, 4096),
+    Case("64 B rows, page 1", "sglang", 32, 1, 1, 64),
+    Case("256 B rows, page 1", "sglang", 32, 1, 1, 256),
+    Case("512 B rows, page 1", "sglang", 32, 1, 1, 512),
+    Case("1 KiB rows, page 1", "sglang", 32, 1, 1, 1024),
+    Case("4 KiB rows, page 1", "sglang", 32, 1, 1, 4096),
     Case("NHD 8 heads of 256 B, page 16", "nhd", 32, 16, 8, 256, heads=8),
     Case("  2 heads of 8", "nhd", 32, 16, 8, 256, heads=2),
     Case("HND 2 heads of 8, 256 B, page 16", "hnd", 32, 16, 8, 256, heads=2),
@@ -244,12 +245,12 @@ def build(case: Case, pool: torch.Tensor, packed: torch.Tensor) -> Chunk:
     return chunk_of(kind, packed.data_ptr(), [pool.data_ptr()], slots, np.zeros(tokens, np.int64), range(case.heads))
 
 
-def seconds(call: Callable[[], object]) -> float:
-    """Device time of one call, the best of `_RUNS`."""
-    call()
+def device_s(call: Callable[[], object]) -> float:
+    """Device time of one call, the best of several; the one before it hides what it costs the host."""
     best = float("inf")
     for _ in range(_RUNS):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        call()
         start.record()
         call()
         end.record()
@@ -262,7 +263,7 @@ def rates(device: torch.device, tiling: Tiling, programs: Sequence[int]) -> None
     """Print the table: for each number of programs gather and scatter, in percent of the copy."""
     pool = torch.ones(_POOL_BYTES, dtype=torch.uint8, device=device)
     packed = torch.ones(_PAYLOAD_BYTES, dtype=torch.uint8, device=device)
-    ceiling = 2 * _PAYLOAD_BYTES / seconds(lambda: packed.copy_(pool[:_PAYLOAD_BYTES]))
+    ceiling = 2 * _PAYLOAD_BYTES / device_s(lambda: packed.copy_(pool[:_PAYLOAD_BYTES]))
     print(f"\n{torch.cuda.get_device_name(device)}: copy {ceiling / 1e9:.0f} GB/s read + write")
     print(f"tiles of {tiling.words} words, {tiling.warps} warps; gather / scatter, % of the copy, by programs")
     print(f"{'':34}" + "".join(f"{each:>12}" for each in programs))
@@ -272,9 +273,8 @@ def rates(device: torch.device, tiling: Tiling, programs: Sequence[int]) -> None
         assert uploaded is not None
         cells = []
         for each in programs:
-            times = [
-                seconds(lambda s=scatter, p=each: uploaded.start(scatter=s, programs=p)) for scatter in (False, True)
-            ]
+            launches = [partial(uploaded.start, scatter=scatter, programs=each) for scatter in (False, True)]
+            times = [device_s(launch) for launch in launches]
             cells.append("/".join(f"{200 * chunk.packed_bytes / took / ceiling:5.1f}" for took in times))
         print(f"{case.name:34}" + "".join(f"{cell:>12}" for cell in cells))
 
@@ -285,13 +285,13 @@ def host_cost(device: torch.device) -> None:
     packed = torch.ones(32 << 20, dtype=torch.uint8, device=device)
     whole = build(CASES[5], pool, packed)
     for chunks in (1, 32):
-        cut = [replace(whole, packed_address=whole.packed_address + i * 16) for i in range(chunks)]
-        gather(cut, device=device)
+        launch = partial(gather, [whole] * chunks, device=device)
+        launch()
         best = float("inf")
         for _ in range(20):
             torch.cuda.synchronize(device)
             start = time.perf_counter()
-            gather(cut, device=device)
+            launch()
             best = min(best, time.perf_counter() - start)
         print(f"host time of a call of {chunks} chunks of {whole.tokens} tokens, 64 planes: {best * 1e6:.0f} us")
 

@@ -320,6 +320,7 @@ class _Station:
         self.spec = spec
         self._channel = channel
         self._waiting: dict[tuple[type, int], asyncio.Future[Any]] = {}
+        self._gone = ""
 
     async def ask(self, message: Any, answer: type, number: int) -> Any:  # noqa: ANN401 - the answer's type is an argument
         """Send a message and await the answer of that type and request.
@@ -327,6 +328,8 @@ class _Station:
         Raises:
             RdmaKvError: the replica says that it failed, or is gone.
         """
+        if self._gone:
+            raise RdmaKvError(self._gone)
         future = self._future(answer, number)
         if message is not None:
             self._channel.send(message)
@@ -345,7 +348,8 @@ class _Station:
             future = self._future(type(message), number)
             if not future.done():
                 future.set_result(message)
-        self._fail(f"{self.name}: the process has ended")
+        self._gone = f"{self.name}: the process has ended"
+        self._fail(self._gone)
 
     @property
     def name(self) -> str:

@@ -161,6 +161,10 @@ class IncomingTransfer:
         return self._machine.ended
 
     @property
+    def succeeded(self) -> bool:
+        return self.state is _S.DONE
+
+    @property
     def settled(self) -> bool:
         """Terminal, and no local slot is tied up by it."""
         return self._machine.ended and not self._slots.granted and not self._slots.scattering
@@ -233,8 +237,10 @@ class IncomingTransfer:
         self.received_bytes += num_bytes
         return [Scatter(slot, box)]
 
-    def quiesced(self) -> list[Action]:
+    def quiesced(self, now: float) -> list[Action]:
         """No WRITE of this transfer is or will be under way: every grant is free. Also a late proof."""
+        if self.state is _S.RECEIVING:
+            return self._violation("QUIESCED without ABORT", now)
         slots, self._slots.granted = self._slots.granted, set()
         return [*(ReleaseSlot(slot) for slot in slots), *self._settle()]
 

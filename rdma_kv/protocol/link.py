@@ -265,11 +265,16 @@ def check_compatible(own: Identity, remote: Identity) -> None:
         if ours != theirs:
             raise IncompatiblePeerError(peer, field, f"{theirs!r} there, {ours!r} here; both sides must agree")
 
-    same("cluster", own.id.cluster, remote.id.cluster)
+    def same_secret(field: str, ours: object, theirs: object) -> None:
+        """A stranger that guesses does not learn our value from the refusal."""
+        if ours != theirs:
+            raise IncompatiblePeerError(peer, field, f"{theirs!r} is not that of the other side; both must agree")
+
+    same_secret("cluster", own.id.cluster, remote.id.cluster)
     if own.id.role is remote.id.role:
         raise IncompatiblePeerError(peer, "role", f"both are {own.id.role.value}; KV goes from prefill to decode")
     same("transport", own.transport, remote.transport)
-    same("fingerprint", own.model.fingerprint, remote.model.fingerprint)
+    same_secret("fingerprint", own.model.fingerprint, remote.model.fingerprint)
     same(
         "components",
         [component.name for component in own.model.components],

@@ -169,6 +169,10 @@ class OutgoingTransfer:
         return self._machine.ended
 
     @property
+    def succeeded(self) -> bool:
+        return self.state is _S.DONE
+
+    @property
     def settled(self) -> bool:
         """Terminal, and no local slot is tied up by it."""
         return self._machine.ended and not self._flight.writing and not self._flight.gathering

@@ -193,6 +193,37 @@ async def test_a_write_that_breaks_keeps_both_slots_held(tmp_path):
             assert sum(stats["slots_held"].values()) >= 1, stats
 
 
+async def test_a_bug_of_ours_is_no_success(tmp_path, monkeypatch):
+    """An exception that nobody foresaw fails the call, and the other side hears of it."""
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        monkeypatch.setattr(c.prefill.agents[0]._shell, "link_plan", lambda *args: 1 / 0, raising=False)
+        async with asyncio.timeout(2.0):
+            outcomes = await asyncio.gather(
+                send(c.prefill.agents[0]), receive(c.decode.agents[0]), return_exceptions=True
+            )
+        assert isinstance(outcomes[0], ZeroDivisionError)
+        assert isinstance(outcomes[1], TransferAborted)
+        monkeypatch.undo()
+        await c.move(2, 0, 0, [1, 3, 4], [6, 7, 8], TOKENS)
+
+
+async def test_another_attempt_is_another_transfer(tmp_path):
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        prefill, decode = c.prefill.agents[0], c.decode.agents[0]
+        waiting = asyncio.create_task(decode.receive("k", 0, PAGES, source=PREFILL, tokens=TOKENS, attempt=1))
+
+        async def attempt(number: int, timeout_s: float) -> None:
+            sending = prefill.send("k", 0, PAGES, to=DECODE, tokens=TOKENS, attempt=number, timeout_s=timeout_s)
+            async with sending as out:
+                await out.push()
+
+        with pytest.raises(TransferTimeout):
+            await attempt(0, 0.2)
+        assert not waiting.done()
+        await attempt(1, 5.0)
+        await waiting
+
+
 async def test_a34_abort_twice_and_after_done(tmp_path):
     async with cluster(tmp_path, MODEL, *sides()) as c:
         agent = c.prefill.agents[0]

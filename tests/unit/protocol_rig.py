@@ -666,7 +666,7 @@ class Pair:
             case Finish():
                 self._in(leg, leg.incoming.finished(message, now))
             case Quiesced():
-                self._in(leg, leg.incoming.quiesced())
+                self._in(leg, leg.incoming.quiesced(0.0))
             case Abort():
                 self._in(leg, leg.incoming.aborted(message, now))
 

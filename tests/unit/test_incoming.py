@@ -293,7 +293,7 @@ def test_a_box_that_cannot_be_is_refused(changes: dict[str, object]):
     assert isinstance(told, Abort)
     assert told.code is ErrorCode.REMOTE_PROTOCOL
     assert machine.state is IncomingState.ABORTING
-    assert sorted(a.slot.index for a in machine.quiesced() if isinstance(a, ReleaseSlot)) == [1, 3]
+    assert sorted(a.slot.index for a in machine.quiesced(0.0) if isinstance(a, ReleaseSlot)) == [1, 3]
     assert machine.state is IncomingState.FAILED
 
 
@@ -374,7 +374,7 @@ def ends(machine: IncomingTransfer) -> list[list[Action] | None]:
         machine.aborted(abort(), 5.0),
         machine.aborted(abort(), 5.0),
         machine.fail(NO, 5.0),
-        machine.quiesced(),
+        machine.quiesced(0.0),
         machine.finished(Finish(1, 4, {}), 5.0),
         machine.offered(offer_of(CASE, want=9), 5.0),
         machine.released(Release(1, [(0, 1)]), 5.0),
@@ -397,7 +397,7 @@ def test_a34_everything_after_done():
 def test_a34_everything_after_abort():
     machine = receiving()
     machine.fail(NO, 0.0)
-    machine.quiesced()
+    machine.quiesced(0.0)
     assert machine.state is IncomingState.FAILED
     assert ends(machine) == [[]] * 10
     assert machine.error is NO
@@ -411,7 +411,7 @@ def test_a30_grants_are_held_after_an_abort_until_quiesced():
     assert machine.notified(note(0), 2.0) == [ReleaseSlot(SLOTS[0])]  # late, but a proof
     assert machine.released(Release(1, [(1, 1)]), 2.0) == [ReleaseSlot(SLOTS[1])]
     assert machine.state is IncomingState.ABORTING
-    assert {a.slot for a in machine.quiesced() if isinstance(a, ReleaseSlot)} == set(SLOTS[2:])
+    assert {a.slot for a in machine.quiesced(0.0) if isinstance(a, ReleaseSlot)} == set(SLOTS[2:])
     assert machine.state is IncomingState.FAILED
 
 
@@ -422,7 +422,7 @@ def test_pages_come_back_when_the_last_scatter_has_ended():
     assert kinds(machine.aborted(abort(ErrorCode.STAGING_FULL, "rank 3"), 0.0)) == []
     assert isinstance(machine.error, TransferAborted)
     assert (machine.error.cause, machine.error.culprit) == (ErrorCode.STAGING_FULL, "rank 3")
-    assert kinds(machine.quiesced()) == ["ReleaseSlot", "ReleaseSlot"]
+    assert kinds(machine.quiesced(0.0)) == ["ReleaseSlot", "ReleaseSlot"]
     assert machine.scattered(SLOTS[0], 0.0) == [ReleaseSlot(SLOTS[0])]
     assert machine.scattered(SLOTS[1], 0.0) == [ReleaseSlot(SLOTS[1]), Finished(machine.error)]
     assert machine.state is IncomingState.FAILED
@@ -447,7 +447,7 @@ def test_a32_without_a_proof_grants_are_kept_and_proven_later():
     assert not machine.settled
     assert machine.notified(note(0), 99.0) == [ReleaseSlot(SLOTS[0])]
     assert machine.released(Release(1, [(1, 1)]), 99.0) == [ReleaseSlot(SLOTS[1])]
-    actions = machine.quiesced()
+    actions = machine.quiesced(0.0)
     assert {a.slot for a in actions if isinstance(a, ReleaseSlot)} == set(SLOTS[2:])
     assert actions[-1] == Listen(on=False)
     assert machine.settled
@@ -458,7 +458,7 @@ def test_a_target_with_held_slots_polls_though_start_came_late():
     machine.tick(TRANSFER_S)
     machine.tick(TRANSFER_S + QUIESCE_S)
     assert machine.started() == [Listen(on=True)]
-    assert machine.quiesced()[-1] == Listen(on=False)
+    assert machine.quiesced(0.0)[-1] == Listen(on=False)
     assert machine.started() == []
 
 

@@ -439,7 +439,7 @@ class ReleasesAtAbort(IncomingTransfer):
     def fail(self, error: RdmaKvError, now: float, *, tell: bool = True) -> list[Action]:
         return [
             *super().fail(error, now, tell=tell),
-            *(self.quiesced() if self.state is IncomingState.ABORTING else []),
+            *(self.quiesced(0.0) if self.state is IncomingState.ABORTING else []),
         ]
 
 
