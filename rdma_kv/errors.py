@@ -155,6 +155,7 @@ class TransferAborted(TransferError):
     """One participant gave the transfer up. `cause` is the code that it told, `culprit` who began."""
 
     code = ErrorCode.TRANSFER_ABORTED
+    retryable = True
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ async def linked(rig, length_bytes=4096):
 async def until(condition) -> None:
     """Let the loop run until `condition()`; time does not pass on its own here."""
     async with asyncio.timeout(LIMIT_S):
-        while not condition():  # noqa: ASYNC110 - turns of the loop are what it waits for
+        while not condition():
             await asyncio.sleep(0)
 
 
