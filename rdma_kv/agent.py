@@ -8,6 +8,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
@@ -29,13 +30,15 @@ from rdma_kv.packer import Packer
 from rdma_kv.peer import Links, Peer, Registry
 from rdma_kv.protocol.link import Identity
 from rdma_kv.receiving import Received, Receiving
-from rdma_kv.registry.static import parse_address
+from rdma_kv.registry.static import is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
 from rdma_kv.sending import Sending
 from rdma_kv.session import AgentConfig, Call, Shell, TokenRange, interval
 from rdma_kv.transport.base import Transport
 from rdma_kv.transport.nixl import NixlTransport
 from rdma_kv.types import Interval, Owned, ReplicaId, Role
+
+logger = logging.getLogger(__name__)
 
 Tokens = int | TokenRange | Mapping[str, TokenRange]
 
@@ -86,7 +89,10 @@ class Agent:
             raise LocalProtocolError("an agent starts once")
         self._state = "open"
         await self._shell.mover.start()
-        self.address = await self._shell.links.start(*parse_address(self.config.listen))
+        host, port = parse_address(self.config.listen)
+        self.address = await self._shell.links.start(host, port)
+        if not is_loopback(host):
+            logger.warning("the control stream on %s is plaintext and without authentication", self.config.listen)
 
     async def close(self) -> None:
         """End everything: running transfers fail on both sides, memory is settled as far as it can be. Idempotent."""

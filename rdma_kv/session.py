@@ -21,7 +21,7 @@ from rdma_kv.peer import Links, Peer, Registry, Tasks
 from rdma_kv.planner import LinkPlan, PageTables, Route
 from rdma_kv.protocol.actions import abort_message
 from rdma_kv.protocol.link import Identity
-from rdma_kv.registry.static import AgentRecord, EngineRecord, parse_address
+from rdma_kv.registry.static import AgentRecord, EngineRecord, is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
 from rdma_kv.topology import ModelSpec, TieBreak, Topology
 from rdma_kv.types import AgentId, Interval, Owned, ReplicaId, Role
@@ -40,6 +40,7 @@ class AgentConfig:
         ranks: the ranks that this agent owns; its identity is the lowest.
         model: components and fingerprint, the same on both sides.
         listen: host:port of the control plane; port 0 takes a free one (see `Agent.address`).
+        allow_plaintext: the control stream is not encrypted; listening off loopback needs this to be True.
         staging: slots of registered memory through which all KV passes.
     """
 
@@ -51,6 +52,7 @@ class AgentConfig:
     cluster: str = "default"
     tie_break: TieBreak = TieBreak.REPLICA
     listen: str = "127.0.0.1:0"
+    allow_plaintext: bool = False
     staging: StagingConfig = StagingConfig()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
@@ -67,9 +69,14 @@ class AgentConfig:
             self.topology.check_rank(rank)
         self.model.check_topology(self.topology)
         try:
-            parse_address(self.listen)
+            host, _ = parse_address(self.listen)
         except ConfigError as exc:
             raise ConfigError("listen", exc.problem) from exc
+        if not is_loopback(host) and not self.allow_plaintext:
+            text = (
+                f"{host} is off loopback, and the control stream is plaintext; set allow_plaintext on a trusted network"
+            )
+            raise ConfigError("listen", text)
 
     @property
     def id(self) -> AgentId:

@@ -166,7 +166,7 @@ def _check_reachable(engines: Iterable[EngineRecord]) -> None:
             raise ConfigError(
                 "agent.address", f"{agent.host} of {agent.id} is no place to dial; name an address of its host"
             )
-        (local if _is_loopback(agent.host) else remote).append(agent)
+        (local if is_loopback(agent.host) else remote).append(agent)
     if local and remote:
         raise ConfigError(
             "agent.address",
@@ -182,7 +182,8 @@ def _is_unspecified(host: str) -> bool:
         return host == "*"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether an address reaches this host only. Names other than `localhost` are taken for other hosts."""
     if host.lower() == "localhost":
         return True
     try:

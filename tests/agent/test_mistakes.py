@@ -158,6 +158,8 @@ def agent(tmp_path, **changes) -> Agent:
         ({"ranks": (2,)}, "rank"),
         ({"listen": "nowhere"}, "listen"),
         ({"listen": "127.0.0.1:99999"}, "listen"),
+        ({"listen": "10.0.0.1:7600"}, "listen"),
+        ({"listen": "[::]:7600"}, "listen"),
         ({"engine": ""}, "engine"),
         ({"role": "mixed"}, "role"),
         ({"topology": Topology.with_layers(1)}, "layers_per_stage"),

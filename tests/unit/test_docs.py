@@ -282,6 +282,8 @@ def test_every_setting_is_listed_with_its_default(kind):
     for field in dataclasses.fields(kind):
         if field.default is dataclasses.MISSING:
             assert listed[field.name] == ""
+        elif isinstance(field.default, bool):
+            assert code(listed[field.name]) == str(field.default), field.name
         elif isinstance(field.default, (int, float)):
             assert float(code(listed[field.name]).replace(",", "")) == field.default, field.name
         elif isinstance(field.default, str):
