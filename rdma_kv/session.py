@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rdma_kv.config import Limits, StagingConfig, Timeouts
@@ -117,13 +118,22 @@ class Shell:
         else:
             pair = (other.topology, config.topology, other_replica, own_replica)
             tie_break = other.tie_break
-        return Route(config.model, *pair, tie_break, key if tie_break is TieBreak.KEY else "")
+        return _route(config.model, *pair, tie_break, key if tie_break is TieBreak.KEY else "")
 
     def moves(self, route: Route, peer_ranks: Iterable[int]) -> tuple[int, ...]:
         """Positions of the route's moves between our ranks and a peer's."""
         own, theirs = frozenset(self.config.ranks), frozenset(peer_ranks)
         src, dst = (own, theirs) if self.config.sending else (theirs, own)
         return tuple(number for number, move in enumerate(route.moves) if move.src in src and move.dst in dst)
+
+    def busy_agents(self, route: Route, engine: EngineRecord) -> list[AgentRecord]:
+        """The agents of the other side with which the route has moves of our ranks."""
+        own = frozenset(self.config.ranks)
+        if self.config.sending:
+            ranks = {move.dst for move in route.moves if move.src in own}
+        else:
+            ranks = {move.src for move in route.moves if move.dst in own}
+        return [record for record in engine.agents if not ranks.isdisjoint(record.ranks)]
 
     def link_plan(self, route: Route, peer: Identity, totals: tuple[int, ...]) -> LinkPlan:
         """Our part of a route with one peer.
@@ -139,6 +149,10 @@ class Shell:
         plan = LinkPlan(route, self.moves(route, peer.ranks), prefill_pages, decode_pages, chunk_bytes, totals)
         plan.check_chunk()
         return plan
+
+
+_route = lru_cache(maxsize=128)(Route)
+"""Routes are the same for every request between two replicas, unless the key breaks ties."""
 
 
 def interval(name: str, span: TokenRange) -> Interval:
@@ -199,11 +213,6 @@ class Session:
         self._legs: dict[AgentId, asyncio.Task[None]] = {}
         self._main: asyncio.Task[None] | None = None
         self._check_unique()
-
-    @property
-    def bound(self) -> bool:
-        """The counterpart is known."""
-        return self.other is not None
 
     @property
     def times(self) -> StageTimes:
@@ -275,10 +284,9 @@ class Session:
             engine = self._engine_of(self.other)
             call = self.call
             route = self.shell.route(call.key, call.replica, engine, self.other.index)
-            for record in engine.agents:
-                if self.shell.moves(route, record.ranks):
-                    work = self._leg(record, route)
-                    self._legs[record.id] = asyncio.create_task(work, name=f"leg {call.key} {record.id}")
+            for record in self.shell.busy_agents(route, engine):
+                work = self._leg(record, route)
+                self._legs[record.id] = asyncio.create_task(work, name=f"leg {call.key} {record.id}")
         except TimeoutError:
             who = ", ".join(map(str, self.others)) or "anybody"
             self.fail(TransferTimeout(self.call.key, "MATCHING", f"no word from {who} in time"))
