@@ -104,8 +104,8 @@ class Agent:
             session.fail(ClosedError("the agent is closing"), tell=False)
         await shell.mover.close()
         await shell.tasks.close()
-        await shell.links.close()
         shell.rendezvous.close()
+        await shell.links.close()
         shell.packer.close()
 
     async def __aenter__(self) -> Self:
@@ -274,7 +274,7 @@ class Agent:
         return None
 
     def _fail_session(self, peer: Peer, message: Abort) -> None:
-        """Another participant has given up. We do not tell the others: whoever began has told them."""
+        """Another participant has given up, and has told the others; we end our own part."""
         sending = self.config.sending
         own, other = (
             (message.prefill_replica, message.decode_replica)

@@ -107,7 +107,10 @@ class Regions(Message, frozen=True, tag="regions"):
 
 
 class Expect(Message, frozen=True, tag="expect"):
-    """Decode to every agent of a prefill replica: I wait for `key`, for so long."""
+    """Decode to every agent of a prefill replica: I wait for `key`, for so long.
+
+    `grants` are slots given ahead, to the only agent that sends, for a request that they can hold whole.
+    """
 
     key: Key
     attempt: Index
@@ -116,6 +119,7 @@ class Expect(Message, frozen=True, tag="expect"):
     digest: Digest
     tokens: Spans
     timeout_ms: Count
+    grants: SlotEpochs = []
 
 
 class Offer(Message, frozen=True, tag="offer"):

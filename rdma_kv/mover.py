@@ -55,7 +55,7 @@ from rdma_kv.protocol.actions import (
     Scatter,
     SendMessage,
 )
-from rdma_kv.protocol.incoming import IncomingTransfer
+from rdma_kv.protocol.incoming import IncomingState, IncomingTransfer
 from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
 from rdma_kv.transport.base import NOT_POSTED, Endpoint, Transport, WritePair
@@ -150,6 +150,7 @@ class Mover:
         self._memory = HostMemory(staging.slots * staging.slot_bytes)
         self._region: Region | None = None
         self._entries: dict[tuple[str, int], Entry] = {}  # numbered transfers, by (peer, number)
+        self._sending: dict[tuple[str, TransferName], Entry] = {}  # sends under way, by peer and name
         self._expecting: dict[tuple[str, TransferName], Entry] = {}  # receives without OFFER, by peer and name
         self._endings: dict[str, asyncio.Task[None]] = {}  # data links that are being closed, by peer
         self._wanting: dict[Entry, None] = {}  # who can use a slot, in the order of their turns
@@ -210,6 +211,7 @@ class Mover:
         number = peer.numbers.take()
         entry = self._entry(peer, make(number), tables)
         self._entries[peer.name, number] = entry
+        self._sending[peer.name, _name_of(entry.machine)] = entry
         if peer.lost is not None:
             self._perform(entry, entry.machine.link_lost(peer.lost, self._now()))
             return entry
@@ -253,6 +255,34 @@ class Mover:
         """See `OutgoingTransfer.finish`."""
         assert isinstance(entry.machine, OutgoingTransfer)
         self._perform(entry, entry.machine.finish(metadata, self._now()))
+
+    def use_grants_ahead(self, entry: Entry, message: Expect) -> None:
+        """Slots that came with the EXPECT of a transfer that we send."""
+        assert isinstance(entry.machine, OutgoingTransfer)
+        if message.grants:
+            slots = self._remote_slots(entry.peer)
+            self._perform(entry, entry.machine.given_ahead(message, slots, self._now()))
+
+    def give_grants_ahead(self, entry: Entry) -> list[tuple[int, int]]:
+        """Slots for the EXPECT of a receive, from the only agent that sends to it: (slot, epoch) each.
+
+        It saves a small request the round trip of OFFER and GRANT. None where the link has not exported our slots yet, or
+        the request does not fit whole into what is left of a quarter of the pool.
+        """
+        machine, peer = entry.machine, entry.peer
+        assert isinstance(machine, IncomingTransfer)
+        exported = peer.exported
+        if machine.state is not IncomingState.EXPECTING or exported is None or not _succeeded(exported):
+            return []
+        ahead = sum(e.machine.given_ahead for e in self._expecting.values() if isinstance(e.machine, IncomingTransfer))
+        room = self._pool.total // 4 - ahead
+        count = machine.plan.count_boxes(machine.wanted, room) if room > 0 else 0
+        slots: list[SlotRef] = []
+        while len(slots) < count <= room and (slot := self._pool.acquire(peer.name, Hold.GRANTED)) is not None:
+            slots.append(slot)
+        machine.give_ahead(slots)
+        self.counters["slots_ahead"] += len(slots)
+        return [(slot.index, slot.epoch) for slot in slots]
 
     def fail(self, entry: Entry, error: RdmaKvError) -> None:
         """Give a transfer up; the peer is told."""
@@ -300,7 +330,11 @@ class Mover:
                 self._on_regions(peer, message)
             case Expect():
                 self.counters["expects"] += 1
-                self._matchmaker.on_expect(peer, message)
+                sending = self._sending.get((peer.name, TransferName.of(message)))
+                if sending is None or sending.machine.plan.route.digest != message.digest:
+                    self._matchmaker.on_expect(peer, message)
+                else:  # it crossed our OFFER
+                    self.use_grants_ahead(sending, message)
             case Grant() | Reject() | Ack() | Done() | Abort():
                 entry = self._entries.get((peer.name, message.transfer))
                 if entry is None:
@@ -388,6 +422,9 @@ class Mover:
             peer.exported = self._tasks.spawn(self._export(peer), f"export to {peer.name}")
             peer.exported.add_done_callback(lambda task: self._exported(peer, task))
         self._perform(entry, machine.offered(offer, self._now()))
+        early, peer.early = peer.early, []
+        for message in early:
+            self._take_notification(peer, message)
 
     # --- the data link -------------------------------------------------------------------------------------------------
 
@@ -442,8 +479,14 @@ class Mover:
             logger.warning("%s", exc)
             self.counters["bad_notifications"] += 1
             return
+        self._take_notification(peer, message)
+
+    def _take_notification(self, peer: Peer, message: Notification) -> None:
         entry = self._entries.get((peer.name, message.transfer))
         machine = entry.machine if entry is not None else None
+        if entry is None and message.transfer > peer.numbers.high_water and len(peer.early) < self._pool.total:
+            peer.early.append(message)  # a slot given ahead was written before the OFFER was read
+            return
         if entry is None or not isinstance(machine, IncomingTransfer):
             self.counters["stale_notifications"] += 1
             return
@@ -610,8 +653,7 @@ class Mover:
             wants = machine.runnable
         else:
             exported = entry.peer.exported
-            ready = exported is not None and exported.done() and not exported.cancelled() and not exported.exception()
-            wants = ready and (machine.wanting > 0 or machine.must_answer)
+            wants = exported is not None and _succeeded(exported) and (machine.wanting > 0 or machine.must_answer)
         if wants:
             self._wanting.setdefault(entry)
         else:
@@ -650,10 +692,10 @@ class Mover:
         machine = entry.machine
         self._entries.pop((entry.peer.name, machine.number), None)
         self._wanting.pop(entry, None)
-        if isinstance(machine, IncomingTransfer):
-            place = (entry.peer.name, _name_of(machine))
-            if self._expecting.get(place) is entry:
-                del self._expecting[place]
+        place = (entry.peer.name, _name_of(machine))
+        for table in (self._expecting, self._sending):
+            if table.get(place) is entry:
+                del table[place]
 
     def _note_quiet(self) -> None:
         if not self._closing:
@@ -664,6 +706,10 @@ class Mover:
             self._quiet.clear()
 
 
-def _name_of(machine: IncomingTransfer) -> TransferName:
+def _succeeded(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is None
+
+
+def _name_of(machine: OutgoingTransfer | IncomingTransfer) -> TransferName:
     route = machine.plan.route
     return TransferName(machine.key, machine.attempt, route.prefill_replica, route.decode_replica)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rdma_kv.config import Limits, Timeouts
@@ -22,7 +22,7 @@ from rdma_kv.errors import (
     RdmaKvError,
     RemoteProtocolError,
 )
-from rdma_kv.messages import Bye, ControlMessage, Regions
+from rdma_kv.messages import Bye, ControlMessage, Notification, Regions
 from rdma_kv.protocol.link import DOUBLE_DIAL, Identity, Link, LinkState, bye, keeps_dialed
 from rdma_kv.registry.static import AgentRecord, EngineRecord
 from rdma_kv.transport.base import Endpoint
@@ -88,6 +88,7 @@ class Peer:
         regions: where its staging lies; None until it told us.
         writable: done when the data link can be written to, or cannot be and `unwritable` says why.
         exported: done when our own staging was told to it.
+        early: notifications that overtook their OFFER.
         lost: why the link has ended.
     """
 
@@ -99,6 +100,7 @@ class Peer:
     writable: asyncio.Task[None] | None = None
     unwritable: RdmaKvError | None = None
     exported: asyncio.Task[None] | None = None
+    early: list[Notification] = field(default_factory=list)
     lost: RdmaKvError | None = None
 
     @property

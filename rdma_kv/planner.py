@@ -472,6 +472,16 @@ class LinkPlan:
         tokens = self.carried(box.move, box.tokens)
         return box_bytes(self.component(box.move), self.move(box.move), box.layers.size, tokens)
 
+    def count_boxes(self, ranges: tuple[Interval, ...], most: int) -> int:
+        """How many boxes token ranges `ranges` (per component) make when cut at once; counted up to `most` + 1."""
+        count = 0
+        for number in self.moves:
+            move = self.move(number)
+            count += len(self.cut(number, move.layers, ranges[move.component]))
+            if count > most:
+                break
+        return count
+
     def tilings(self, ranges: tuple[Interval, ...]) -> dict[int, Tiling]:
         """What has to come for token ranges `ranges` (per component): a Tiling for each move that carries anything."""
         wanted = {}
@@ -482,6 +492,11 @@ class LinkPlan:
             if carried:
                 wanted[number] = Tiling(move.layers, tokens, carried)
         return wanted
+
+
+def clip(want: Interval, have: Interval) -> Interval:
+    """What moves: wanted and available, by position; empty, at the wanted start, where nothing does."""
+    return Interval(want.start, max(want.start, min(want.end, have.end)))
 
 
 class Tiling:

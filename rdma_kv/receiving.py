@@ -7,7 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from rdma_kv.errors import RdmaKvError
+from rdma_kv.errors import ConfigError, RdmaKvError
 from rdma_kv.messages import Expect
 from rdma_kv.mover import Entry, StageTimes
 from rdma_kv.peer import Peer
@@ -70,7 +70,7 @@ class Receiving:
         telling = [
             asyncio.create_task(self._tell(record, source))
             for source in session.others
-            for record in self._shell.registry.engine(source.engine).agents_of(source.index)
+            for record in self._agents_to_tell(source)
         ]
         try:
             await session.outcome()
@@ -80,15 +80,41 @@ class Receiving:
             await asyncio.gather(*telling, return_exceptions=True)
         return self._received()
 
-    async def _tell(self, record: AgentRecord, source: ReplicaId) -> None:
-        """EXPECT goes to every agent of every source, also to one that has no moves to us; it is not waited for."""
+    def _agents_to_tell(self, source: ReplicaId) -> list[AgentRecord]:
+        """EXPECT goes to every agent of every source, also to one that has no moves to us.
+
+        Where one agent alone sends, its EXPECT can carry slots; then the transfer itself sends it, when it is open.
+        """
+        engine = self._shell.registry.engine(source.engine)
+        everybody = engine.agents_of(source.index)
+        alone = self._only_sender(source)
+        return [record for record in everybody if alone is None or record.id != alone.id]
+
+    def _only_sender(self, source: ReplicaId) -> AgentRecord | None:
+        """The one agent that sends to us, where the source is settled and there is one alone."""
         shell, call = self._shell, self._call
-        route = shell.route(call.key, call.replica, shell.registry.engine(source.engine), source.index)
+        if len(self._session.others) != 1:
+            return None
+        engine = shell.registry.engine(source.engine)
         try:
+            busy = shell.busy_agents(shell.route(call.key, call.replica, engine, source.index), engine)
+        except ConfigError:
+            return None  # there is no route; the session says so
+        return busy[0] if len(busy) == 1 else None
+
+    async def _tell(self, record: AgentRecord, source: ReplicaId) -> None:
+        """Tell an agent, however long it takes to reach it; it is not waited for."""
+        shell, call = self._shell, self._call
+        try:
+            route = shell.route(call.key, call.replica, shell.registry.engine(source.engine), source.index)
             peer = await shell.links.peer(record)
         except RdmaKvError as exc:
             logger.info("cannot tell %s that %r is expected: %s", record.id, call.key, exc)
             return
+        self._send_expect(peer, route, [])
+
+    def _send_expect(self, peer: Peer, route: Route, grants: list[tuple[int, int]]) -> None:
+        call = self._call
         left_s = self._session.deadline - asyncio.get_running_loop().time()
         peer.send(
             Expect(
@@ -99,6 +125,7 @@ class Receiving:
                 route.digest,
                 [(span.start, span.end) for span in self._wanted],
                 int(1000 * max(0.0, left_s)),
+                grants,
             )
         )
 
@@ -117,6 +144,9 @@ class Receiving:
         entry = self._shell.mover.open_incoming(peer, machine, call.tables)
         taken = ReplicaId(peer.id.engine, route.prefill_replica)
         self._shell.rendezvous.refuse_others(self._place, session.others, taken)
+        alone = self._only_sender(taken)
+        if alone is not None and alone.id == peer.id:
+            self._send_expect(peer, route, self._shell.mover.give_grants_ahead(entry))
         return entry
 
     def _received(self) -> Received:

@@ -122,11 +122,21 @@ class Rendezvous:
                 return message
         return None
 
+    def take_expect(self, peer: Peer, place: Place, decode: ReplicaId) -> Expect | None:
+        """Hand over the EXPECT of this very transfer, if it has come."""
+        for unmatched in self._expects.get(place, []):
+            message = unmatched.message
+            if unmatched.peer is peer and _sender(unmatched) == decode and isinstance(message, Expect):
+                self._drop(self._expects, place, unmatched)
+                return message
+        return None
+
     def forget_expects(self, place: Place, decode: ReplicaId) -> None:
-        """A send has begun: the EXPECTs that asked for it are answered."""
+        """A send has ended: what still asks for it, of agents that we had nothing for, is answered."""
         for unmatched in list(self._expects.get(place, [])):
             if _sender(unmatched) == decode:
                 self._drop(self._expects, place, unmatched)
+                _return_grants(unmatched)
 
     def refuse_others(self, place: Place, asked: Iterable[ReplicaId], taken: ReplicaId) -> None:
         """A receive that asked several replicas has chosen one: offers of the others are not needed."""
@@ -180,6 +190,7 @@ class Rendezvous:
         if any(
             u.peer is peer and u.message.decode_replica == message.decode_replica for u in self._expects.get(place, [])
         ):
+            _return_grants(_Unmatched(peer, message))
             return  # told twice, waits once
         if self._keep(self._expects, place, peer, message):
             self._wake(self._sends.get(place), ReplicaId(peer.id.engine, message.decode_replica))
@@ -193,6 +204,7 @@ class Rendezvous:
             for unmatched in list(table.get(place, [])):
                 if unmatched.peer is peer and TransferName.of(unmatched.message) == TransferName.of(message):
                     self._drop(table, place, unmatched)
+                    _return_grants(unmatched)
         self._fail_session(peer, message)
 
     def on_lost(self, peer: Peer) -> None:
@@ -203,11 +215,12 @@ class Rendezvous:
                     self._drop(table, place, unmatched)
 
     def close(self) -> None:
-        """Stop all timers."""
+        """Nothing waits any more; slots given ahead go back."""
         for table in (self._offers, self._expects):
             for waiting in table.values():
                 for unmatched in waiting:
                     unmatched.stop_timer()
+                    _return_grants(unmatched)
             table.clear()
         self._per_peer.clear()
 
@@ -243,6 +256,8 @@ class Rendezvous:
         self._drop(table, place, unmatched)
         if unmatched.message.timeout_ms / 1000 > self._timeouts.unmatched:
             _refuse(unmatched, f"nobody here has asked for this key within {self._timeouts.unmatched:.1f} s")
+        else:
+            _return_grants(unmatched)
 
     def _drop(self, table: dict[Place, list[_Unmatched]], place: Place, unmatched: _Unmatched) -> None:
         unmatched.stop_timer()
@@ -259,6 +274,12 @@ def _sender(unmatched: _Unmatched) -> ReplicaId:
     message = unmatched.message
     index = message.prefill_replica if isinstance(message, Offer) else message.decode_replica
     return ReplicaId(unmatched.peer.id.engine, index)
+
+
+def _return_grants(unmatched: _Unmatched) -> None:
+    """An EXPECT is dropped: whoever gave slots ahead needs to know that nothing was posted to them."""
+    if isinstance(unmatched.message, Expect) and unmatched.message.grants:
+        _refuse(unmatched, "the slots that were given ahead are not needed")
 
 
 def _refuse(unmatched: _Unmatched, text: str) -> None:

@@ -133,7 +133,11 @@ class Sending:
             session.fail(problem)
         for entry in session.entries.values():
             self._shell.mover.finish(entry, self.metadata)
-        await session.outcome()
+        try:
+            await session.outcome()
+        finally:
+            if session.other is not None:
+                self._shell.rendezvous.forget_expects(self._place, session.other)
 
     def _split(self, tokens: TokenRange | None, layers: tuple[int, int] | None, component: str | None) -> list[_Push]:
         """What a push means, per component. Components that have none of the layers are left out."""
@@ -183,10 +187,12 @@ class Sending:
                 timeout_s=session.deadline - now,
             )
 
-        shell.rendezvous.forget_expects(self._place, ReplicaId(peer.id.engine, route.decode_replica))
+        expect = shell.rendezvous.take_expect(peer, self._place, ReplicaId(peer.id.engine, route.decode_replica))
         entry = shell.mover.open_outgoing(peer, make, call.tables)
         for push in self._pushes:
             shell.mover.push(entry, *push)
+        if expect is not None:
+            shell.mover.use_grants_ahead(entry, expect)
         if self._state == "finished":
             shell.mover.finish(entry, self.metadata)
         return entry

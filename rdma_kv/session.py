@@ -241,15 +241,15 @@ class Session:
         """The first failure fails all links of the session.
 
         Args:
-            tell: let the other side's agents know that have no transfer with us yet, opening links where needed.
+            tell: let all agents of the other side know, opening links where needed. Otherwise, where another participant
+                has told them, only those with whom our own transfer was still to come.
         """
         if self.error is not None or (self._main is not None and self._main.done()):
             return
         self.error = error
         for entry in self.entries.values():
             self.shell.mover.fail(entry, error)
-        if tell:
-            self._tell_others(error)
+        self._tell_others(error, everybody=tell)
         for record_id, leg in self._legs.items():
             if record_id not in self.entries and leg is not asyncio.current_task():
                 leg.cancel()
@@ -318,8 +318,8 @@ class Session:
         if error is not None:
             self.fail(error)
 
-    def _tell_others(self, error: RdmaKvError) -> None:
-        """ABORT by name to every agent of the other side that our transfers do not reach."""
+    def _tell_others(self, error: RdmaKvError, *, everybody: bool) -> None:
+        """ABORT by name to the agents of the other side that our transfers do not reach."""
         known = (self.other,) if self.other is not None else self.others
         for other in known:
             engine = self._engine_of(other)
@@ -328,7 +328,8 @@ class Session:
             except ConfigError:
                 continue  # there is no route between us, so nobody waits
             message = abort_message(0, self.call.key, self.call.attempt, route, error)
-            for record in engine.agents_of(other.index):
+            records = engine.agents_of(other.index) if everybody else self.shell.busy_agents(route, engine)
+            for record in records:
                 if record.id not in self.entries:
                     self.shell.tasks.spawn(self._tell(record, message), f"abort {self.call.key} {record.id}")
 

@@ -41,7 +41,7 @@ from rdma_kv.messages import (
     Release,
     text_field,
 )
-from rdma_kv.planner import Box, LinkPlan, Tiling
+from rdma_kv.planner import Box, LinkPlan, Tiling, clip
 from rdma_kv.protocol.actions import (
     Action,
     Finished,
@@ -177,6 +177,7 @@ class IncomingTransfer:
             if message.transfer == self.number and self.state is _S.RECEIVING:
                 self._machine.step(_E.OFFER)
                 self._want = message.want
+            self.number = self.number or message.transfer  # our ABORT by name crossed it: proofs come under this number
             return []
         self.number = message.transfer
         refusal = self._refusal(message)
@@ -186,7 +187,7 @@ class IncomingTransfer:
         self._machine.step(_E.OFFER)
         available = [Interval(*span) for span in message.available]
         self.plan = _with_totals(self.plan, tuple(span.end for span in available))
-        self.ranges = tuple(_clip(want, have) for want, have in zip(self.wanted, available, strict=True))
+        self.ranges = tuple(clip(want, have) for want, have in zip(self.wanted, available, strict=True))
         self._tilings = self.plan.tilings(self.ranges)
         self._want = message.want
         return []
@@ -245,15 +246,19 @@ class IncomingTransfer:
         return [*(ReleaseSlot(slot) for slot in slots), *self._settle()]
 
     def refused(self, message: Reject, now: float) -> list[Action]:
-        """The prefill side will not serve our EXPECT."""
-        if self.state is not _S.EXPECTING:
+        """The prefill side will not serve our EXPECT: nothing was or will be posted to slots given ahead."""
+        if self.number:
             return []
+        slots, self._slots.granted = self._slots.granted, set()
+        released: list[Action] = [ReleaseSlot(slot) for slot in slots]
+        if self.state is not _S.EXPECTING:
+            return [*released, *self._settle()]
         error: RdmaKvError
         if message.code is ErrorCode.ROUTE_MISMATCH:
             error = RouteMismatchError(self.key, self.state.name, message.message)
         else:
             error = TransferAborted(self.key, self.state.name, message.message, cause=message.code, culprit=self.peer)
-        return self.fail(error, now, tell=False)
+        return [*released, *self.fail(error, now, tell=False)]
 
     def aborted(self, message: Abort, now: float) -> list[Action]:
         error = TransferAborted(
@@ -266,6 +271,16 @@ class IncomingTransfer:
         return [*self.fail(error, now, tell=False), *self._keep_grants(), *self._stop_listening()]
 
     # --- what came of actions ------------------------------------------------------------------------------------------
+
+    @property
+    def given_ahead(self) -> int:
+        """Slots that the peer may write though it has offered nothing yet."""
+        return len(self._slots.granted) if not self.number else 0
+
+    def give_ahead(self, slots: list[SlotRef]) -> None:
+        """Local slots that go with the EXPECT. They stay granted until a proof, as all others."""
+        self._slots.granted.update(slots)
+        self._slots.given += len(slots)
 
     def grant(self, slots: list[SlotRef]) -> list[Action]:
         """The shell has local slots for this transfer: at most `wanting`, or none to answer the first OFFER."""
@@ -393,11 +408,6 @@ class IncomingTransfer:
 
     def _violation(self, text: str, now: float) -> list[Action]:
         return self.fail(RemoteProtocolError(self.peer, f"{text} (transfer {self.key!r}, {self.state.name})"), now)
-
-
-def _clip(want: Interval, have: Interval) -> Interval:
-    """What moves: wanted and available, by position; empty, at the wanted start, where nothing does."""
-    return Interval(want.start, max(want.start, min(want.end, have.end)))
 
 
 def _with_totals(plan: LinkPlan, totals: tuple[int, ...]) -> LinkPlan:

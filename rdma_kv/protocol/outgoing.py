@@ -34,6 +34,7 @@ from rdma_kv.messages import (
     MAX_COUNT,
     MAX_SLOTS_PER_MESSAGE,
     Abort,
+    Expect,
     Finish,
     Grant,
     Offer,
@@ -42,7 +43,7 @@ from rdma_kv.messages import (
     Release,
     Start,
 )
-from rdma_kv.planner import Box, LinkPlan
+from rdma_kv.planner import Box, LinkPlan, clip
 from rdma_kv.protocol.actions import (
     Action,
     Finished,
@@ -235,6 +236,16 @@ class OutgoingTransfer:
         pushed, self._pushed = self._pushed, []
         actions = self._enqueue(pushed, told, now)
         return actions + (self._give_back(len(self._grants) - len(self._boxes)) if self.state is _S.SENDING else [])
+
+    def given_ahead(self, message: Expect, num_slots: int, now: float) -> list[Action]:
+        """Slots that came with the EXPECT: as a first GRANT of what both sides know that it will say."""
+        wanted = [Interval(*span) for span in message.tokens if span[0] <= span[1]]
+        if not message.grants or len(wanted) != len(self.available):
+            return []
+        ranges = [clip(want, have) for want, have in zip(wanted, self.available, strict=True)]
+        if not all(have.contains(span) or not span.size for span, have in zip(ranges, self.available, strict=True)):
+            return []  # the target will refuse the OFFER, by range
+        return self.granted(Grant(self.number, [(r.start, r.end) for r in ranges], message.grants), num_slots, now)
 
     def _new(self, message: Grant) -> list[SlotRef]:
         """The slots of a GRANT, each once: an epoch that a later GRANT repeats may be in use or over."""
