@@ -100,6 +100,7 @@ class Agent:
             return
         self._state = "closed"
         shell = self._shell
+        shell.closed = True
         for session in list(shell.sessions):
             session.fail(ClosedError("the agent is closing"), tell=False)
         await shell.mover.close()

@@ -158,6 +158,7 @@ class Mover:
         self._quiet = asyncio.Event()  # no transfer is on its way to an end
         self._tasks = Tasks()
         self._closing = False
+        self._closed = False  # the data plane has ended
         self.counters: Counter[str] = Counter()
         self.lanes: set[str] = set()  # that have carried a WRITE
 
@@ -181,6 +182,7 @@ class Mover:
                 await self._quiet.wait()
         except TimeoutError:
             logger.warning("closing while %d transfers have not settled", len(self._entries))
+        self._closed = True
         await self._transport.close()
         await self._tasks.close()
         for entry in entries:
@@ -308,12 +310,16 @@ class Mover:
         for entry in [*self._entries.values(), *self._expecting.values()]:
             if entry.peer is peer:
                 self._perform(entry, entry.machine.link_lost(error, self._now()))
+        for place in [place for place, entry in self._expecting.items() if entry.peer is peer]:
+            del self._expecting[place]  # what it gave ahead stays held; a new link may expect the same name
         self._matchmaker.on_lost(peer)
         for task in (peer.writable, peer.exported):
             if task is not None:
                 task.cancel()
-        if peer.endpoint is not None:
-            self._endings[peer.name] = self._tasks.spawn(self._close_endpoint(peer), f"close {peer.name}")
+        if peer.endpoint is not None and not self._closed:  # otherwise the transport has closed it
+            ending = self._tasks.spawn(self._close_endpoint(peer), f"close {peer.name}")
+            self._endings[peer.name] = ending
+            ending.add_done_callback(lambda _: self._endings.pop(peer.name, None))
 
     async def _close_endpoint(self, peer: Peer) -> None:
         """Close the data link when the WRITEs on it have ended, or have had their time."""
@@ -331,14 +337,21 @@ class Mover:
             case Expect():
                 self.counters["expects"] += 1
                 sending = self._sending.get((peer.name, TransferName.of(message)))
-                if sending is None or sending.machine.plan.route.digest != message.digest:
-                    self._matchmaker.on_expect(peer, message)
-                else:  # it crossed our OFFER
+                if (
+                    sending is not None
+                    and sending.peer is peer
+                    and not sending.machine.ended
+                    and sending.machine.plan.route.digest == message.digest
+                ):  # it crossed our OFFER
                     self.use_grants_ahead(sending, message)
+                else:
+                    self._matchmaker.on_expect(peer, message)
             case Grant() | Reject() | Ack() | Done() | Abort():
                 entry = self._entries.get((peer.name, message.transfer))
                 if entry is None:
                     self._check_number(peer, message.transfer, peer.numbers.given)
+                    if isinstance(message, Grant) and message.slots:  # it crossed our last word
+                        peer.send(Release(message.transfer, message.slots))
                     return
                 machine = entry.machine
                 assert isinstance(machine, OutgoingTransfer)
@@ -432,19 +445,21 @@ class Mover:
         if peer.regions is not None:
             raise RemoteProtocolError(str(peer.id), "a second REGIONS")
         peer.regions = message
+        if self._closing:
+            return
         peer.writable = self._tasks.spawn(self._connect(peer, message.metadata), f"connect {peer.name}")
 
     async def _connect(self, peer: Peer, metadata: bytes) -> None:
         """Make the peer's slots writable. A failure is kept for the WRITEs that await it."""
-        peer.endpoint = await self._endpoint(peer)
         try:
+            peer.endpoint = await self._endpoint(peer)
             await peer.endpoint.connect(metadata)
         except RdmaKvError as exc:
             peer.unwritable = exc
 
     async def _endpoint(self, peer: Peer) -> Endpoint:
         """The data link to a peer; a link before it to the same incarnation has ended first."""
-        ending = self._endings.pop(peer.name, None)
+        ending = self._endings.get(peer.name)
         if ending is not None:
             await asyncio.wait([ending])
         return self._transport.endpoint(peer.name)
@@ -579,9 +594,10 @@ class Mover:
             )
             posted = True
             await peer.endpoint.write([pair], encode_notification(note))
-        except TransportError as exc:
-            posted = posted and exc.status != NOT_POSTED
-            self._perform(entry, machine.write_failed(slot, exc, self._now(), posted=posted))
+        except Exception as exc:  # noqa: BLE001 - told to caller and peer
+            error = exc if isinstance(exc, RdmaKvError) else LocalProtocolError(f"WRITE failed: {exc!r}")
+            posted = posted and not (isinstance(exc, TransportError) and exc.status == NOT_POSTED)
+            self._perform(entry, machine.write_failed(slot, error, self._now(), posted=posted))
             return
         except asyncio.CancelledError:
             error = TransportError(self._transport.backend, "closed", "the data link was closed")

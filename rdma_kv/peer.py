@@ -134,7 +134,7 @@ class _Dial:
 
     result: asyncio.Future[Peer]
     task: asyncio.Task[None] | None = None
-    greeting: bool = False  # our HELLO is out: a double dial is decided by identity
+    greeting: bool = False  # our HELLO is out: a double dial is decided by identity; the peer may use the link already
     waiters: int = 0
 
 
@@ -231,7 +231,7 @@ class Links:
             return await asyncio.shield(dial.result)
         finally:
             dial.waiters -= 1
-            if not dial.waiters and not dial.result.done():
+            if not dial.waiters and not dial.result.done() and not dial.greeting:
                 self._end_dial(record.id, dial)
 
     def _end_dial(self, peer: AgentId, dial: _Dial) -> None:
@@ -242,9 +242,9 @@ class Links:
 
     async def _dial(self, record: AgentRecord, dial: _Dial) -> None:
         pause = _FIRST_RETRY_S
-        while not dial.result.done():
+        while dial.waiters and not dial.result.done():
             try:
-                await self._dial_once(record, dial)
+                await self._dial_once(self._current(record), dial)
             except (IncompatiblePeerError, RemoteProtocolError, ConfigError) as exc:
                 self._end_dial(record.id, dial)
                 if not dial.result.done():
@@ -260,8 +260,15 @@ class Links:
                     dial.result.set_exception(exc)
                     dial.result.exception()
                 raise
-            finally:
-                dial.greeting = False
+        self._end_dial(record.id, dial)
+
+    def _current(self, record: AgentRecord) -> AgentRecord:
+        """Where the registry says that this agent is now: it may have moved since the dial began."""
+        try:
+            engine = self._registry.engine(record.id.engine)
+        except ConfigError:
+            return record
+        return next((agent for agent in engine.agents if agent.id == record.id), record)
 
     async def _dial_once(self, record: AgentRecord, dial: _Dial) -> None:
         own = await self._identity()
@@ -281,14 +288,14 @@ class Links:
                 raise link.error
             adopted = self._adopt(link, connection) is None
         finally:
+            dial.greeting = False
             if not adopted:
                 await self._end(connection)
 
     async def _await_inbound(self, dial: _Dial) -> None:
         """The peer's own connection stays: its HELLO is on the way."""
         dial.greeting = False
-        async with asyncio.timeout(self._timeouts.connect):
-            await asyncio.shield(dial.result)
+        await asyncio.wait([dial.result], timeout=self._timeouts.connect)
 
     # --- accepting -----------------------------------------------------------------------------------------------------
 

@@ -66,12 +66,9 @@ class Receiving:
     async def run(self) -> Received:
         """Receive everything; see `Agent.receive`."""
         session = self._session
+        to_tell = [(record, source) for source in session.others for record in self._agents_to_tell(source)]
         session.start()
-        telling = [
-            asyncio.create_task(self._tell(record, source))
-            for source in session.others
-            for record in self._agents_to_tell(source)
-        ]
+        telling = [asyncio.create_task(self._tell(record, source)) for record, source in to_tell]
         try:
             await session.outcome()
         finally:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from rdma_kv.config import Limits, Timeouts
 from rdma_kv.errors import LocalProtocolError, RdmaKvError
-from rdma_kv.messages import Abort, Expect, Offer, Reject, TransferName
+from rdma_kv.messages import Abort, Expect, Offer, Reject, TransferName, text_field
 from rdma_kv.peer import Peer
 from rdma_kv.types import ReplicaId
 
@@ -291,5 +291,12 @@ def _refuse_message(peer: Peer, message: Offer | Expect, text: str) -> None:
 
 
 def _reject(message: Offer | Expect, error: RdmaKvError) -> Reject:
-    number = message.transfer if isinstance(message, Offer) else 0
-    return Reject(number, error.code, error.reason[:2000], message.key, message.prefill_replica, message.decode_replica)
+    return Reject(
+        message.transfer if isinstance(message, Offer) else 0,
+        error.code,
+        text_field(error.reason),
+        message.key,
+        message.attempt,
+        message.prefill_replica,
+        message.decode_replica,
+    )

@@ -123,7 +123,7 @@ class Sending:
                 TransferAborted(self._call.key, "push", f"the block ended with {type(error).__name__}: {error}")
             )
             try:
-                await session.outcome()
+                await self._end()
             except RdmaKvError as exc:
                 logger.debug("%s", exc)
             return
@@ -133,11 +133,15 @@ class Sending:
             session.fail(problem)
         for entry in session.entries.values():
             self._shell.mover.finish(entry, self.metadata)
+        await self._end()
+
+    async def _end(self) -> None:
+        """Wait for the outcome. Agents that we had nothing for need no answer any more."""
         try:
-            await session.outcome()
+            await self._session.outcome()
         finally:
-            if session.other is not None:
-                self._shell.rendezvous.forget_expects(self._place, session.other)
+            if self._session.other is not None:
+                self._shell.rendezvous.forget_expects(self._place, self._session.other)
 
     def _split(self, tokens: TokenRange | None, layers: tuple[int, int] | None, component: str | None) -> list[_Push]:
         """What a push means, per component. Components that have none of the layers are left out."""

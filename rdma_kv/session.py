@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from rdma_kv.config import Limits, StagingConfig, Timeouts
-from rdma_kv.errors import ConfigError, LocalProtocolError, RdmaKvError, TransferAborted, TransferTimeout
+from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, RdmaKvError, TransferAborted, TransferTimeout
 from rdma_kv.messages import Abort
 from rdma_kv.mover import Entry, Mover, StageTimes
 from rdma_kv.packer import Packer
@@ -98,6 +98,7 @@ class Shell:
 
     Attributes:
         sessions: those under way.
+        closed: no session starts any more.
     """
 
     config: AgentConfig
@@ -107,6 +108,7 @@ class Shell:
     links: Links
     rendezvous: Rendezvous
     sessions: set[Session] = field(default_factory=set)
+    closed: bool = False
     tasks: Tasks = field(default_factory=Tasks)
 
     def route(self, key: str, own_replica: int, other: EngineRecord, other_replica: int) -> Route:
@@ -226,6 +228,8 @@ class Session:
 
     def start(self) -> None:
         """Begin in the background; `outcome` waits for the end."""
+        if self.shell.closed:
+            raise ClosedError("the agent is closed")
         self._check_unique()
         self.shell.sessions.add(self)
         self._main = asyncio.create_task(self._run(), name=f"session {self.call.key}")
@@ -244,7 +248,7 @@ class Session:
             tell: let all agents of the other side know, opening links where needed. Otherwise, where another participant
                 has told them, only those with whom our own transfer was still to come.
         """
-        if self.error is not None or (self._main is not None and self._main.done()):
+        if self.error is not None or self._complete or (self._main is not None and self._main.done()):
             return
         self.error = error
         for entry in self.entries.values():
@@ -255,6 +259,13 @@ class Session:
                 leg.cancel()
         if not self._legs and self._main is not None and self._main is not asyncio.current_task():
             self._main.cancel()
+
+    @property
+    def _complete(self) -> bool:
+        """Every transfer has succeeded, and the other side knows it: too late to fail."""
+        return bool(self._legs) and all(
+            record_id in self.entries and self.entries[record_id].machine.succeeded for record_id in self._legs
+        )
 
     async def outcome(self) -> None:
         """Wait until everything has ended; raise the first failure.
@@ -346,7 +357,7 @@ class Session:
         for other in self.shell.sessions:
             theirs = other.call
             if (theirs.key, theirs.replica, theirs.attempt) == (call.key, call.replica, call.attempt) and (
-                other.others == self.others
+                not other.others or not self.others or set(other.others) & set(self.others)
             ):
                 raise LocalProtocolError(f"{call.key!r} of replica {call.replica} is live already")
 

@@ -1,4 +1,4 @@
-"""`rdma-kv bench`: what the planner costs, and what an agent costs while idle and while KV moves.
+"""`rdma-kv bench`: what the planner, an agent, a transport and a whole transfer cost.
 
 Every subcommand prints rows of a value and, where there is one, its goal, which no option changes. The exit status is 0
 only if every goal is met.
@@ -6,8 +6,10 @@ only if every goal is met.
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,11 +17,13 @@ import typer
 from rdma_kv.cli.output import console, print_json
 
 if TYPE_CHECKING:
+    from rdma_kv.bench.goals import Meter
     from rdma_kv.bench.rows import Row
 
 bench = typer.Typer(name="bench", add_completion=False, rich_markup_mode=None)
 
 _AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON on standard output.")]
+_Repetitions = Annotated[int, typer.Option(min=1, max=1000, help="Rounds that count; medians are over them.")]
 
 
 @bench.callback()
@@ -49,8 +53,78 @@ def idle(
     return _show(measure_idle(IdleOptions(seconds, transport, mib), _progress), as_json=as_json)
 
 
+@bench.command("transport")
+def transport(
+    *,
+    repetitions: _Repetitions = 7,
+    sizes: Annotated[
+        str, typer.Option(help="Sizes such as 8,64K,16M, and PIECESxSIZE for scattered ones.")
+    ] = "8,64K,1M,16M,256M,1024x64K,65536x4K",
+    plot: Annotated[Path | None, typer.Option(help="Also draw throughput over size there (.svg).")] = None,
+    as_json: _AsJson = False,
+) -> int:
+    """Our transports beside a raw socket, NIXL's own API, ucx_perftest and memcpy; interleaved, medians and spread."""
+    from rdma_kv.bench.plot import check_plot, write_plot
+    from rdma_kv.bench.transport import TransportOptions, measure_transport, plot_lines
+
+    if plot is not None:
+        check_plot(plot)
+    options = TransportOptions(repetitions, sizes)
+    with _meter() as meter:
+        rows, entries = measure_transport(options, meter)
+    if plot is not None:
+        write_plot(plot, plot_lines(entries))
+    return _show(rows, as_json=as_json)
+
+
+@bench.command("transfer")
+def transfer(
+    *,
+    transport: Annotated[str, typer.Option(help="nixl, ucx (two processes) or loopback (one process).")] = "nixl",
+    repetitions: _Repetitions = 7,
+    mib: Annotated[int, typer.Option(min=64, max=1024, help="KV of a round, in MiB; a multiple of 64.")] = 256,
+    as_json: _AsJson = False,
+) -> int:
+    """Scattered pages to scattered pages by the public API, beside the same kernels around the raw transport."""
+    from rdma_kv.bench.transfer import TransferOptions, measure_transfer
+
+    options = TransferOptions(transport, repetitions, mib)
+    with _meter() as meter:
+        rows = measure_transfer(options, meter)
+    return _show(rows, as_json=as_json)
+
+
 def _progress(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _meter() -> Iterator[Meter]:
+    """A progress bar on standard error, or lines where that is no terminal.
+
+    It is drawn only when told: a thread that draws must not be there at a fork.
+    """
+    if not sys.stderr.isatty():
+        yield lambda text, done, total: _progress(f"{done}/{total} {text}")
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[what]}"),
+    )
+    out = Console(file=sys.stderr, markup=False, emoji=False, highlight=False)
+    with Progress(*columns, console=out, auto_refresh=False, transient=True) as progress:
+        task = progress.add_task("", total=1, what="")
+
+        def meter(text: str, done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total, what=text)
+            progress.refresh()
+
+        yield meter
 
 
 def _show(rows: Sequence[Row], *, as_json: bool) -> int:
@@ -65,11 +139,20 @@ def _show(rows: Sequence[Row], *, as_json: bool) -> int:
 
 
 def _table(rows: Sequence[Row]) -> None:
+    """Rows as a table; a spread stands beside its median."""
     from rich.table import Table
 
+    from rdma_kv.bench.goals import SPREAD, Bound
+
+    spreads = {row.name: row.value for row in rows if row.name.endswith(SPREAD)}
     table = Table("name", "value", "unit", "goal", "ok")
     for row in rows:
+        if row.name in spreads:
+            continue
         value = row.value if isinstance(row.value, str) else f"{row.value:.3f}"
-        goal = "" if row.goal is None else f"< {row.goal:g}"
+        if row.name + SPREAD in spreads:
+            value += f" ({spreads[row.name + SPREAD]})"
+        relation = row.relation.value if isinstance(row, Bound) else "<"
+        goal = "" if row.goal is None else f"{relation} {row.goal:g}"
         table.add_row(row.name, value, row.unit, goal, {None: "", True: "yes", False: "NO"}[row.ok])
     console().print(table)

@@ -44,7 +44,9 @@ def demo(
     requests: Annotated[
         int | None, typer.Option(min=1, max=256, help="Requests over all pairs of replicas; 16, or 8 with --all.")
     ] = None,
-    transport: Annotated[str, typer.Option(help="nixl (separate processes) or loopback (one process).")] = "nixl",
+    transport: Annotated[
+        str, typer.Option(help="nixl or ucx (separate processes), or loopback (one process).")
+    ] = "nixl",
     processes: Annotated[str, typer.Option(help="One agent process per replica, or per rank.")] = "replica",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts and page tables.")] = 0,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for a run after the model is loaded.")] = 120.0,

@@ -1,6 +1,6 @@
 """The demo's parent: starts the replicas, hands out requests, and judges what came of them.
 
-With NIXL every replica, or every rank, is a process of its own, forked after the model's imports and before any thread or
+Every replica, or every rank, is a process of its own, forked after the model's imports and before any thread or
 event loop exists. On loopback, which lives in one process, they are tasks.
 """
 
@@ -45,7 +45,7 @@ from rdma_kv.registry.static import AgentRecord, EngineRecord, dump_registry
 from rdma_kv.topology import TieBreak, Topology
 from rdma_kv.transport.base import Transport
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
-from rdma_kv.transport.nixl import NixlTransport
+from rdma_kv.transport.named import BETWEEN_PROCESSES, transport_class
 from rdma_kv.transport.ucx_environment import prepare_ucx_environment
 from rdma_kv.types import AgentId, Role
 
@@ -84,8 +84,8 @@ class DemoOptions:
                 check_pools(engine.layout, spec.components[0], engine.topology, engine.page_size)
             except ConfigError as exc:
                 raise ConfigError(f"{option} {exc.field}", exc.problem) from exc
-        if self.transport not in {"nixl", "loopback"}:
-            raise ConfigError("--transport", f"{self.transport!r}; use nixl or loopback")
+        if self.transport not in {*BETWEEN_PROCESSES, "loopback"}:
+            raise ConfigError("--transport", f"{self.transport!r}; use {', '.join(BETWEEN_PROCESSES)} or loopback")
         if self.processes not in {"replica", "rank"}:
             raise ConfigError("--processes", f"{self.processes!r}; use replica or rank")
 
@@ -182,15 +182,15 @@ def run_demo(options: DemoOptions, progress: Progress) -> Verdict:
         RdmaKvError: the replicas could not be started.
     """
     options.check()
-    if options.transport == "nixl":
+    if options.transport != "loopback":
         prepare_ucx_environment(os.environ)
     progress("loading the model", 0)
     model = warm(options.shape)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rdma-kv-demo-") as folder, contextlib.ExitStack() as stack:
         specs = _specs(options, Path(folder) / "registry.toml")
-        if options.transport == "nixl":
-            sockets = stack.enter_context(_processes(specs, model))
+        if options.transport != "loopback":
+            sockets = stack.enter_context(_processes(specs, model, options.transport))
             verdict = asyncio.run(_parent(options, specs, model, progress, _connect(sockets)))
         else:
             verdict = asyncio.run(_parent(options, specs, model, progress, _tasks(specs, model)))
@@ -240,14 +240,14 @@ def _specs(options: DemoOptions, registry: Path) -> list[ReplicaSpec]:
 
 
 @contextlib.contextmanager
-def _processes(specs: list[ReplicaSpec], model: DemoModel) -> Iterator[list[socket.socket]]:
+def _processes(specs: list[ReplicaSpec], model: DemoModel, transport: str) -> Iterator[list[socket.socket]]:
     """Fork one process per spec; end them, by force if need be, on the way out."""
     context = multiprocessing.get_context("fork")
     pairs = [socket.socketpair() for _ in specs]
     children = []
     for number, spec in enumerate(specs):
         others = [end for n, pair in enumerate(pairs) for end in pair if (n, end) != (number, pair[1])]
-        child = context.Process(target=_child, args=(spec, model, pairs[number][1], others), daemon=True)
+        child = context.Process(target=_child, args=(spec, model, transport, pairs[number][1], others), daemon=True)
         child.start()
         children.append(child)
     for _, theirs in pairs:
@@ -262,14 +262,16 @@ def _processes(specs: list[ReplicaSpec], model: DemoModel) -> Iterator[list[sock
                 child.join()
 
 
-def _child(spec: ReplicaSpec, model: DemoModel, end: socket.socket, others: list[socket.socket]) -> None:
+def _child(
+    spec: ReplicaSpec, model: DemoModel, transport: str, end: socket.socket, others: list[socket.socket]
+) -> None:
     for other in others:
         other.close()
 
     async def main() -> None:
         channel = Channel(*await asyncio.open_connection(sock=end))
         with model_thread() as executor:
-            await serve(spec, model, channel, NixlTransport, executor)
+            await serve(spec, model, channel, transport_class(transport), executor)
 
     asyncio.run(main())
 

@@ -35,6 +35,10 @@ NotificationCallback = Callable[[bytes], None]
 NOT_POSTED: Final = "not-posted"
 """`TransportError.status` of a WRITE of which nothing was handed to the network: its memory need not be held."""
 
+FENCED: Final = "fenced"
+"""`TransportError.status` of a WRITE that a fence ended: nothing of it reads local memory any more. What has left may
+still land at the peer."""
+
 _MAGIC = b"RKVM"
 _VERSION = 1
 _HEADER = struct.Struct("<4sHHII")  # magic, version, length of the back-end's name, length of the blob, crc32
@@ -78,7 +82,7 @@ class Endpoint(Protocol):
 
         Raises:
             TransportError: posting or completion failed; the local memory may still be read and the remote written,
-                unless its status is `NOT_POSTED`.
+                unless its status is `NOT_POSTED`. With status `FENCED` only the remote may still be written.
         """
         ...
 
@@ -103,18 +107,23 @@ class Endpoint(Protocol):
     def unlisten(self) -> None: ...
 
     async def fence_source(self) -> None:
-        """When this returns, nothing posted before reads local memory any more. Destroys the link.
+        """When this returns, nothing posted before reads local memory any more, and its memory may be used again.
+
+        Ends as `close` does, but pending WRITEs end with status `FENCED` (or `NOT_POSTED`), and not before that is
+        true. Idempotent, also after `close`. `Transport.endpoint` then makes a new endpoint; both sides exchange
+        metadata again.
 
         Raises:
-            FenceUnsupported: this lane has no such fence; the text says what is needed instead.
+            FenceUnsupported: there is no such fence, or it could not be proven; the text says what is needed instead.
         """
         ...
 
     async def fence_target(self) -> None:
-        """When this returns, nothing this peer posted can land here any more. Destroys the link.
+        """When this returns, nothing this peer posted can land here any more. Also does what `fence_source` does.
 
         Raises:
-            FenceUnsupported: this lane has no such fence; the text says what is needed instead.
+            FenceUnsupported: this lane has no such fence, and nothing has changed; or it could not be proven, and the
+                endpoint is closed. The text says what is needed instead.
         """
         ...
 

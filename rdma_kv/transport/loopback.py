@@ -8,7 +8,8 @@ initiator's endpoint. It behaves as NIXL over tcp does:
 * nothing moves unless the target listens; `unlisten` in the middle stops it until the next `listen`;
 * at most 1 MiB is copied per turn of the loop, over all WRITEs of the network, so that no copy blocks the loop;
 * the data is there before the notification is; completion and notification are not ordered to each other;
-* it ends with `TransportError` if either side closes, and what was copied by then stays copied.
+* it ends with `TransportError` if either side closes, and what was copied by then stays copied;
+* both fences work: our own tasks make every copy from our memory, and each batch looks before it lands.
 
 Faults. A `FaultPlan` is asked once per WRITE (or `notify`) and answers with a `Fault`: late completion, late
 notification, no posting, failure after so many bytes. Different delays reorder. New faults become new fields. Time is
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rdma_kv.errors import ClosedError, ConfigError, RegistrationError, TransportError
-from rdma_kv.transport.base import NOT_POSTED, NotificationCallback, WritePair, unwrap_metadata, wrap_metadata
+from rdma_kv.transport.base import FENCED, NOT_POSTED, NotificationCallback, WritePair, unwrap_metadata, wrap_metadata
 from rdma_kv.transport.inbox import Inbox
 from rdma_kv.transport.regions import Piece, RegionTable, batches, check_pairs
 from rdma_kv.types import Descriptor, Region
@@ -233,25 +234,32 @@ class LoopbackEndpoint:
 
     async def fence_source(self) -> None:
         """Close: every copy from our memory is made by our own tasks, which have ended when this returns."""
-        await self.close()
+        await self._stop()
+        self._end_pending(FENCED)
 
     async def fence_target(self) -> None:
         """Close: each batch of a peer's copy looks whether we are open, on the same loop, before it lands."""
-        await self.close()
+        await self.fence_source()
 
     async def close(self) -> None:
         """End the link. Pending WRITEs of both sides end with TransportError. Idempotent."""
+        self._end_pending("closed")
+        await self._stop()
+
+    async def _stop(self) -> None:
+        """Refuse work from now on, and end our tasks."""
         self._closed = True
         self._network._endpoints.pop(self._token, None)
         self._inbox.close()
         self._signal()
-        closed = TransportError(_BACKEND, "closed", f"closed while a WRITE to {self._peer} was pending")
-        for outcome in tuple(self._pending):
-            _end(outcome, closed)
         tasks = tuple(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _end_pending(self, status: str) -> None:
+        for outcome in tuple(self._pending):
+            _end(outcome, TransportError(_BACKEND, status, f"ended while a WRITE to {self._peer} was pending"))
 
     def _signal(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -8,8 +8,21 @@ The peer's metadata travels as one MessagePack array in the envelope of `base`: 
 a scratch byte for `notify`, the exported regions (checked before a byte is posted, since tcp and cma enforce no key),
 and what is needed to name the lane.
 
-Memory after a failure. NIXL cannot take back what it posted. After a `TransportError` whose status is not `NOT_POSTED`
-the memory of that WRITE must be held; fences are not built yet, so it is held until the process exits.
+Memory after a failure. NIXL cannot take back what it posted. After a `TransportError` whose status is neither
+`NOT_POSTED` nor `FENCED` the memory of that WRITE must be held until a fence.
+
+Fences. Both destroy this peer's NIXL agent (`NixlLink.close`), whether or not the peer answers, and see that it is gone.
+
+* `fence_source`: what was handed to the kernel holds the old bytes and may still land at the peer; nothing reads our
+  memory any more. Over cma the copy runs inside the posting call, so none is under way when the agent ends. Over rdma,
+  where the agent's end destroys its queue pairs, this is untested.
+* `fence_target`: only where the bytes can have come by tcp alone, through sockets that only this agent reads. Over cma
+  the peer's process writes our memory by itself, whatever we close. Where UCX could have found shared memory and we
+  cannot tell (one kernel, or one not known, and `UCX_TLS` does not rule it out), and over rdma (untested), it is refused.
+
+Trap. When a peer's side of a tcp connection ends, by fence, close or death, while our bytes are stuck in it, UCX 1.23
+under NIXL 1.5.1 can use a connection that it has just freed, in `check_xfer_state`: of some hundred initiators that met
+a fence of their target so, about one in a hundred died of SIGSEGV. Nothing here can prevent it.
 """
 
 from __future__ import annotations
@@ -44,9 +57,14 @@ __all__ = ["NixlEndpoint", "NixlTransport", "prepare_ucx_environment"]
 
 T = TypeVar("T")
 
-_NO_FENCE: Final = (
-    "NIXL cannot take back what was posted, and this version has no fence; hold the memory until this process exits"
-)
+_NOT_SHARED: Final = frozenset({"tcp", "cuda_copy"})  # UCX_TLS of these only: no peer reaches our memory by itself
+_NEEDED: Final = "hold the memory until the peer is proven dead (by its pidfd), or retire the slot"
+_NO_TARGET_FENCE: Final = {
+    "cma": "over cma the peer's process writes our memory by itself, whatever we close",
+    "rdma": "over rdma a fence of the target is untested",
+    "tcp": "UCX may have found shared memory between these processes; UCX_TLS=tcp rules that out",
+    "unknown": "the lane is not known before connect",
+}
 
 
 class _Blob(msgspec.Struct, array_like=True):
@@ -74,6 +92,7 @@ class _Core:
         self.links: list[NixlLink] = []
         self.host = host_id()
         self.lanes = usable_lanes(environ)
+        self.no_shared_memory = set(environ.get("UCX_TLS", "all").split(",")) <= _NOT_SHARED
         self.scratch = np.zeros(2, dtype=np.uint8)
         self._serial = itertools.count()
 
@@ -138,6 +157,7 @@ class NixlEndpoint:
         self._core = core
         self._peer = peer
         self._lane = "unknown"
+        self._only_tcp = False  # surely; `lane` may say tcp where UCX has found something better
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox(self._loop)
         self._link = core.make_link(peer, self._deliver)
@@ -219,41 +239,60 @@ class NixlEndpoint:
             self._core.owner.post(lambda: self._set_listening(False))
 
     async def fence_source(self) -> None:
-        """Not built yet: memory of a failed WRITE is held until the process exits.
+        """Destroy the NIXL agent: then nothing reads our memory for what was posted to this peer. See `Endpoint`.
+
+        Some milliseconds, also beside a stopped peer.
 
         Raises:
-            FenceUnsupported: always.
+            FenceUnsupported: something still refers to the agent; the endpoint is closed, and another call may succeed.
         """
-        raise FenceUnsupported(BACKEND, "no-fence", _NO_FENCE)
+        await self._fence()
 
     async def fence_target(self) -> None:
-        """Not built yet: memory that a failed peer may still write is held until the process exits.
+        """Destroy the NIXL agent: then what this peer posted over tcp finds nobody who reads it. See `Endpoint`.
 
         Raises:
-            FenceUnsupported: always.
+            FenceUnsupported: not on this lane, and nothing has changed; or as for `fence_source`.
         """
-        raise FenceUnsupported(BACKEND, "no-fence", _NO_FENCE)
+        if not self._only_tcp:
+            raise FenceUnsupported(BACKEND, "no-fence", f"{_NO_TARGET_FENCE[self._lane]}; {_NEEDED}")
+        await self._fence()
 
     async def close(self) -> None:
         """End the link and destroy its NIXL agent. Pending operations end at once, with TransportError. Idempotent."""
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._close())
-        await asyncio.shield(self._closing)
-
-    async def _close(self) -> None:
-        self._inbox.close()
+        ending = self._end()
         for future in tuple(self._pending):
             fail(future, TransportError(BACKEND, "closed", f"closed while an operation to {self._peer} was pending"))
+        await asyncio.shield(ending)
+
+    async def _fence(self) -> None:
+        await asyncio.shield(self._end())
+        if not self._link.destroyed:
+            raise FenceUnsupported(
+                BACKEND, "not-destroyed", "something still refers to the NIXL agent; hold the memory and fence again"
+            )
+
+    def _end(self) -> asyncio.Task[None]:
+        """Destroy the agent, once; what is pending ends after it."""
+        if self._closing is None:
+            self._inbox.close()
+            self._closing = self._loop.create_task(self._close_link())
+        return self._closing
+
+    async def _close_link(self) -> None:
         await self._core.owner.call(lambda: self._core.close_link(self._link))
 
     async def _load(self, blob: _Blob, remote: RemoteEnd, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
+            self._check_open()
         future = self._future()
         self._core.owner.begin(lambda settle: self._link.connect(remote, settle), future)
         await future
-        same_host = blob.host == self._core.host != ""
-        self._lane = choose_lane(self._core.lanes, blob.lanes, same_host=same_host)
+        core = self._core
+        self._lane = choose_lane(core.lanes, blob.lanes, same_host=blob.host == core.host != "")
+        apart = _kernel(blob.host) != _kernel(core.host) and bool(blob.host) and bool(core.host)
+        self._only_tcp = self._lane == "tcp" and (core.no_shared_memory or apart)
 
     def _future(self) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
@@ -389,6 +428,11 @@ def _decode(data: bytes) -> tuple[_Blob, RemoteEnd]:
         return blob, RemoteEnd(blob.agent, blob.nixl, blob.scratch, RegionTable(blob.regions))
     except (msgspec.MsgspecError, ConfigError) as exc:
         raise RegistrationError(BACKEND, "malformed", "metadata of this version cannot be read") from exc
+
+
+def _kernel(host: str) -> str:
+    """The part of a `host_id` that two processes share only on one kernel."""
+    return host.partition("/")[0]
 
 
 def _failed(task: asyncio.Task[None]) -> bool:

@@ -3,11 +3,16 @@
 Theory of operation. A NIXL agent per peer, so that ending one link disturbs no other, and so that destroying the agent
 can fence. A `WriteQueue` does the WRITEs. `notify` is a WRITE of one byte from and to scratch memory that each agent
 brings along: unlike NIXL's bare notification it tells when it has left, and so when progress may stop.
+
+`close` is the fence. It drops every reference to the agent, so that its destructor runs inside `close`, on this thread,
+and returns when its sockets are closed and no queue of it is left. That is seen, not assumed: a weak reference to NIXL's
+own object dies after the destructor. Only then do pending WRITEs end.
 """
 
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -15,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rdma_kv.errors import RegistrationError, TransportError
-from rdma_kv.transport.base import NOT_POSTED, WritePair
+from rdma_kv.transport.base import FENCED, NOT_POSTED, WritePair
 from rdma_kv.transport.nixl_owner import BACKEND, Nixl, NixlAgent, Settle, translate
 from rdma_kv.transport.nixl_writes import POST_BYTES, POST_PIECES, WriteQueue
 from rdma_kv.transport.regions import Piece, RegionTable, batches, check_pairs
@@ -83,6 +88,7 @@ class NixlLink:
         self._deliver = deliver
         self._clock = clock
         self._agent: NixlAgent | None = None
+        self._native: weakref.ref[object] | None = None  # dead once the agent's destructor has returned
         self._registered: dict[Region, object] = {}
         self._remote: RemoteEnd | None = None
         self._connect: _Connect | None = None
@@ -97,6 +103,11 @@ class NixlLink:
             return False
         busy = self.listening or bool(self._writes) or self._connect is not None
         return busy or self._clock() < self._linger_until_s
+
+    @property
+    def destroyed(self) -> bool:
+        """Whether no agent of this link is left, and so nothing that it posted; asked from any thread, after `close`."""
+        return self._closed and (self._native is None or self._native() is None)
 
     def metadata(self) -> bytes:
         """NIXL's metadata of this agent, with all memory registered so far.
@@ -119,7 +130,8 @@ class NixlLink:
         try:
             self._registered[region] = self._agent.register_memory(entry, "DRAM")
         except self._nixl.errors as error:
-            raise RegistrationError(BACKEND, type(error).__name__, f"{region} could not be registered") from error
+            cause = error.with_traceback(None)  # as in `translate`
+            raise RegistrationError(BACKEND, type(error).__name__, f"{region} could not be registered") from cause
 
     def deregister(self, region: Region) -> None:
         """Undo `register`.
@@ -186,12 +198,16 @@ class NixlLink:
             self._writes.abandon(error)
 
     def close(self) -> None:
-        """End everything pending and destroy the agent, the only thing that fences its posts."""
-        self.abandon(TransportError(BACKEND, "closed", f"{self.name} was closed"))
-        if self._writes is not None:
-            self._writes.close()
+        """Destroy the agent, the only thing that fences its posts, then end everything pending. See `destroyed`."""
+        writes, self._writes = self._writes, None
+        if writes is not None:
+            writes.close()
         self._closed = True
         self._drop_agent()
+        error = TransportError(BACKEND, FENCED if self.destroyed else "closed", f"{self.name} was closed")
+        if writes is not None:
+            writes.abandon(error)
+        self.abandon(error)
 
     def _ensure_agent(self) -> NixlAgent:
         if self._closed:
@@ -199,6 +215,7 @@ class NixlLink:
         if self._agent is not None:
             return self._agent
         self._agent = self._nixl.make_agent(self.name)
+        self._native = weakref.ref(self._agent.agent)
         try:
             self.register(Region(self._scratch.ctypes.data, self._scratch.nbytes))
             for region in self._regions:

@@ -6,6 +6,10 @@ its calls. So one thread owns all of them. It takes jobs from a queue and answer
 connects) a turn: post a little, ask for completions and notifications. When no link is active it blocks on the queue:
 idle costs nothing. When turns bring nothing it spins briefly, then sleeps on the queue, longer each time up to 1 ms, so
 that it wakes at once for a job and leaves the GIL to others.
+
+A NIXL agent is destroyed with the last reference to it, and only that ends what it posted. Frames of a traceback are
+such references, and whoever keeps an exception keeps them: so no exception leaves this thread with its frames' locals,
+and those of NIXL leave without a traceback.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import logging
 import logging.config
 import queue
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +57,7 @@ class NixlAgent(Protocol):
     """`nixl_agent`, the part that we use. Every method raises one of `Nixl.errors`; none returns an error."""
 
     backends: dict[str, int]
+    agent: object  # NIXL's own; every transfer handle holds it too
 
     def get_agent_metadata(self) -> bytes: ...
 
@@ -219,6 +225,7 @@ class Owner:
             try:
                 result = job()
             except Exception as error:  # noqa: BLE001 - all of it goes to whoever awaits
+                traceback.clear_frames(error.__traceback__)
                 self.tell(partial(fail, future, error))
             else:
                 self.tell(partial(succeed, future, result))
@@ -236,6 +243,7 @@ class Owner:
             try:
                 job(settle)
             except Exception as error:  # noqa: BLE001 - all of it goes to whoever awaits
+                traceback.clear_frames(error.__traceback__)
                 self.tell(partial(fail, future, error))
 
         self._jobs.put(run)
@@ -293,6 +301,7 @@ def _turn(link: Turnable) -> bool:
         return link.turn()
     except Exception as error:
         _logger.exception("a link of the NIXL transport failed")
+        traceback.clear_frames(error.__traceback__)
         link.abandon(TransportError(BACKEND, "bug", f"unexpected {type(error).__name__}: {error}"))
         return True
 

@@ -6,7 +6,7 @@ take turns. The last post of a WRITE waits for all others of it and carries the 
 see its completion.
 
 A post that failed is not cancelled, since NIXL cannot: its handle is kept until the agent ends. Handles of finished
-posts are released at once.
+posts are released at once. Each handle is a reference to the agent: `close` gives them all up, so that it can end.
 """
 
 from __future__ import annotations
@@ -98,10 +98,17 @@ class WriteQueue:
             self._fail(write, error)
 
     def close(self) -> None:
-        """Let go of kept handles; the agent is to be destroyed right after, the only thing that stops their posts."""
+        """Let go of the agent and of all handles, to be followed by the agent's end, which alone stops their posts.
+
+        Then `abandon` is all that may be called: WRITEs end after the agent, so that what they are told is true.
+        """
+        for write in self._writes:
+            self._kept += [post.handle for post in write.posts]
+            write.posts = []
         for handle in self._kept:
             self._release(handle)
         self._kept.clear()
+        del self._agent
 
     def _reap(self, write: _Write) -> bool:
         """Release the finished posts of `write`. True if any, or if it failed."""

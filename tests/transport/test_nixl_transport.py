@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import sys
 import time
@@ -17,10 +16,11 @@ from transport_rig import LIMIT_S, Memory, Rig, link, pair, write
 
 from rdma_kv.errors import ConfigError, FenceUnsupported, LocalProtocolError, RegistrationError, TransportError
 from rdma_kv.transport import nixl as nixl_module
-from rdma_kv.transport.base import NOT_POSTED, WritePair
+from rdma_kv.transport.base import FENCED, NOT_POSTED, WritePair
 from rdma_kv.transport.nixl import NixlTransport
 from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd
 from rdma_kv.transport.nixl_owner import Nixl, Owner
+from rdma_kv.transport.nixl_owner import _turn as turn
 from rdma_kv.transport.nixl_writes import WriteQueue
 from rdma_kv.transport.regions import RegionTable, batches
 from rdma_kv.types import Descriptor, Region
@@ -47,11 +47,16 @@ class FakeHandle:
         self.released += 1
 
 
+class Native:
+    """What the wrapper wraps: a fence sees it die."""
+
+
 class FakeAgent:
     """NIXL's wrapper as the owner thread sees it. `failing` maps a method's name to the errors of its next calls."""
 
     def __init__(self):
         self.backends = {"UCX": 1}
+        self.agent = Native()
         self.failing: dict[str, list[Exception | None]] = {}
         self.handles: list[FakeHandle] = []
         self.registered = []
@@ -340,17 +345,58 @@ def test_closing_settles_everything_and_lets_go_of_the_agent_even_while_its_erro
     made.turn()
     alive = weakref.ref(agent)
     del agent
+    assert not made.destroyed
     made.close()
-    assert failed.error.status == "RemoteDisconnect"
-    assert pending.error.status == "closed"
-    gc.collect()
+    assert made.destroyed
     assert alive() is None
+    assert failed.error.status == "RemoteDisconnect"
+    assert pending.error.status == FENCED
     assert not made.active
     late = Outcome()
     made.connect(remote(), late)
     assert late.error.status == "closed"
     with pytest.raises(TransportError):
         made.metadata()
+
+
+def test_errors_that_somebody_keeps_do_not_keep_the_agent_from_being_destroyed(caplog):
+    nixl = FakeNixl()
+    made, _ = link_of(nixl)
+    made.metadata()
+    nixl.made.pop().failing.update(
+        register_memory=[nixlBackendError("no")],
+        deregister_memory=[nixlBackendError("no")],
+        get_new_notifs=[KeyError()],
+    )
+    made._registered[Region(4096, 8)] = object()
+    with pytest.raises(RegistrationError) as refused:
+        made.register(Region(8192, 8))
+    with pytest.raises(TransportError) as refused_too:
+        made.deregister(Region(4096, 8))
+    turn(made)
+    assert "failed" in caplog.text
+    made.close()
+    assert made.destroyed
+    assert [kept.value.status for kept in (refused, refused_too)] == ["nixlBackendError", "Backend"]
+
+
+async def test_an_unexpected_error_of_a_job_reaches_its_caller_without_what_its_frames_held():
+    nixl = FakeNixl()
+    made, _ = link_of(nixl)
+    made.metadata()
+    nixl.made.pop().failing["get_new_notifs"] = [KeyError(), KeyError()]
+    owner = Owner("owner", asyncio.get_running_loop())
+    owner.start()
+    with pytest.raises(KeyError) as kept:
+        await owner.call(made.turn)
+    with pytest.raises(KeyError) as kept_too:
+        future = asyncio.get_running_loop().create_future()
+        owner.begin(lambda settle: settle(made.turn() or None), future)
+        await future
+    await owner.call(made.close)
+    assert made.destroyed
+    assert kept.value is not kept_too.value
+    await owner.stop()
 
 
 def test_a_link_that_cannot_be_polled_ends_its_writes():
@@ -383,6 +429,43 @@ async def test_one_endpoint_that_refuses_memory_leaves_it_registered_nowhere(mon
         await transport.deregister(Region(memory.address, 64))
     assert [len(agent.registered) for agent in nixl.made] == [2, 1]
     await transport.close()
+
+
+@pytest.mark.parametrize(
+    ("tls", "ours", "theirs", "fences"),
+    [
+        ("tcp", "kernel/space", "kernel/space", True),
+        ("tcp,cuda_copy", "", "", True),
+        ("tcp,xpmem", "kernel/space", "other/space", True),
+        ("tcp,xpmem", "kernel/space", "kernel/space", False),
+        ("tcp,xpmem", "kernel/space", "kernel/container", False),
+        ("tcp,xpmem", "kernel/space", "", False),
+        ("tcp,xpmem", "", "other/space", False),
+        ("all", "kernel/space", "kernel/space", False),
+    ],
+)
+async def test_a_target_is_fenced_only_where_nothing_but_tcp_can_carry(tls, ours, theirs, fences, monkeypatch):
+    nixl = FakeNixl()
+    monkeypatch.setattr(nixl_module, "load_nixl", lambda: nixl)
+    transports = []
+    for name, host in (("us@1", ours), ("them@1", theirs)):
+        monkeypatch.setattr(nixl_module, "host_id", lambda host=host: host)
+        transports.append(NixlTransport(name, environ={"UCX_TLS": tls}))
+        await transports[-1].start()
+    here, there = (transport.endpoint("peer@1") for transport in transports)
+    await there.metadata()
+    nixl.made[0].get_agent_metadata = lambda: there._link.name.encode()
+    await here.connect(await there.metadata())
+    if fences:
+        nixl.made.clear()
+        await here.fence_target()
+        assert here.closed
+    else:
+        with pytest.raises(FenceUnsupported, match="retire the slot"):
+            await here.fence_target()
+        assert not here.closed
+    for transport in transports:
+        await transport.close()
 
 
 async def test_without_nixl_the_error_names_the_extra(monkeypatch):
@@ -428,14 +511,6 @@ async def test_a_bug_in_one_link_ends_that_link_and_not_the_thread(caplog):
     await owner.stop()
     assert not owner.thread.is_alive()
     assert "failed" in caplog.text
-
-
-async def test_fences_are_refused_with_advice():
-    async with Rig("nixl") as rig:
-        endpoint = (await rig.transport("left@1")).endpoint("right@1")
-        for fence in (endpoint.fence_source, endpoint.fence_target):
-            with pytest.raises(FenceUnsupported, match="exits"):
-                await fence()
 
 
 async def test_two_connected_idle_endpoints_cost_nothing():
