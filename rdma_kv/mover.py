@@ -631,11 +631,13 @@ class Mover:
         try:
             grants: dict[Entry, list[SlotRef]] = {}
             blocked: dict[Entry, None] = {}
+            refused: set[str] = set()  # peers for which there is no slot in this round
             while self._wanting:
                 entry = next(iter(self._wanting))
                 del self._wanting[entry]
-                if not self._serve(entry, grants):
+                if not self._serve(entry, grants, refused):
                     blocked[entry] = None
+                    refused.add(entry.peer.name)
             self._wanting = blocked
             for entry, slots in grants.items():
                 assert isinstance(entry.machine, IncomingTransfer)
@@ -643,12 +645,12 @@ class Mover:
         finally:
             self._handing_out = False
 
-    def _serve(self, entry: Entry, grants: dict[Entry, list[SlotRef]]) -> bool:
+    def _serve(self, entry: Entry, grants: dict[Entry, list[SlotRef]], refused: set[str]) -> bool:
         """Give one slot to a transfer, if it still wants one. False: it does, and there is none for it now."""
         machine = entry.machine
         if isinstance(machine, OutgoingTransfer):
-            if not machine.runnable:
-                return True
+            if entry.peer.name in refused or not machine.runnable:
+                return not machine.runnable
             slot = self._pool.acquire(entry.peer.name, Hold.GATHER)
             if slot is not None:
                 self._perform(entry, machine.start_box(slot))
@@ -656,6 +658,8 @@ class Mover:
         given = grants.setdefault(entry, []) if machine.must_answer else grants.get(entry, [])
         if machine.wanting <= len(given):
             return True
+        if entry.peer.name in refused:
+            return False
         slot = self._pool.acquire(entry.peer.name, Hold.GRANTED)
         if slot is None:
             return False

@@ -102,14 +102,14 @@ class Peer:
     exported: asyncio.Task[None] | None = None
     early: list[Notification] = field(default_factory=list)
     lost: RdmaKvError | None = None
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.identity.name
 
     @property
     def id(self) -> AgentId:
         return self.identity.id
-
-    @property
-    def name(self) -> str:
-        return self.identity.name
 
     def send(self, message: ControlMessage) -> None:
         """Put a message on the control stream; a broken stream is noticed by the reader."""

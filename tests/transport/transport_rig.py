@@ -11,7 +11,10 @@ import numpy as np
 from rdma_kv.transport.base import WritePair
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
 from rdma_kv.transport.nixl import NixlTransport
+from rdma_kv.transport.ucx import UcxTransport
 from rdma_kv.types import Descriptor
+
+_MAKE = {"nixl": NixlTransport, "ucx": UcxTransport}
 
 LIMIT_S = 20.0  # upper bound of any one await: far above what is needed, so that only a hang reaches it
 
@@ -51,7 +54,7 @@ class Rig:
         self._transports = []
 
     async def transport(self, name: str):
-        made = LoopbackTransport(self._network, name) if self.kind == "loopback" else NixlTransport(name)
+        made = LoopbackTransport(self._network, name) if self.kind == "loopback" else _MAKE[self.kind](name)
         await made.start()
         self._transports.append(made)
         return made
