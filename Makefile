@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rdma-kv needs Python 3.11+; set PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "== installing into $(VENV) (a few minutes the first time: torch, transformers, nixl)"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[nixl,demo,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e '.[nixl,ucx,demo,dev]'
 	@touch $(STAMP)
 
 demo: install

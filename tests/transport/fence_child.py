@@ -20,7 +20,7 @@ from rdma_kv.transport.base import WritePair
 from rdma_kv.transport.nixl import NixlTransport, prepare_ucx_environment
 from rdma_kv.types import Descriptor
 
-TRANSPORTS = {"nixl": NixlTransport}
+TRANSPORTS = {"nixl": NixlTransport, "ucx": UcxTransport}
 
 
 class FencePeer:

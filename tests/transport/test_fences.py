@@ -20,8 +20,8 @@ MIB = 1 << 20
 LENGTH_BYTES = 128 * MIB
 OLD, NEW = 0x11, 0x22  # in memory before the fence, and after it; the target begins with zeros
 
-NO_SHARED_MEMORY = [("loopback", None), ("nixl", "tcp")]
-ON_ONE_HOST = [("nixl", None)]  # whatever UCX picks: cma, where it is allowed
+NO_SHARED_MEMORY = [("loopback", None), ("nixl", "tcp"), ("ucx", "tcp")]
+ON_ONE_HOST = [("nixl", None), ("ucx", None)]  # whatever UCX picks: cma, where it is allowed
 
 
 def over(links):
