@@ -18,6 +18,7 @@ from transport_rig import LIMIT_S, LagMeter, Memory
 from rdma_kv.errors import ClosedError, RdmaKvError, TransportError
 from rdma_kv.transport.base import WritePair
 from rdma_kv.transport.nixl import NixlTransport, prepare_ucx_environment
+from rdma_kv.transport.ucx import UcxTransport
 from rdma_kv.types import Descriptor
 
 TRANSPORTS = {"nixl": NixlTransport, "ucx": UcxTransport}
