@@ -15,7 +15,7 @@ from rdma_kv.config import Limits, Timeouts
 from rdma_kv.errors import LocalProtocolError, RdmaKvError
 from rdma_kv.messages import Abort, Expect, Offer, Reject, TransferName, text_field
 from rdma_kv.peer import Peer
-from rdma_kv.types import ReplicaId
+from rdma_kv.types import AgentId, ReplicaId
 
 _GRACE_S = 1.0
 """A message is kept a little longer than its sender waits: the two clocks began at different moments."""
@@ -131,10 +131,13 @@ class Rendezvous:
                 return message
         return None
 
-    def forget_expects(self, place: Place, decode: ReplicaId) -> None:
-        """A send has ended: what still asks for it, of agents that we had nothing for, is answered."""
+    def forget_expects(self, place: Place, decode: ReplicaId, busy: set[AgentId]) -> None:
+        """A send knows its counterpart: what agents asked for that we have nothing for is answered.
+
+        Those of `busy` agents stay for the transfers with them.
+        """
         for unmatched in list(self._expects.get(place, [])):
-            if _sender(unmatched) == decode:
+            if _sender(unmatched) == decode and unmatched.peer.id not in busy:
                 self._drop(self._expects, place, unmatched)
                 _return_grants(unmatched)
 

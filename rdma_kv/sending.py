@@ -53,6 +53,7 @@ class Sending:
             (to,) if to is not None else (),
             find=lambda: shell.rendezvous.wait_for_expect(self._place),
             work=self._offer,
+            bound=lambda other, busy: shell.rendezvous.forget_expects(self._place, other, {each.id for each in busy}),
         )
         components = shell.config.model.components
         self._tilings = [
@@ -123,7 +124,7 @@ class Sending:
                 TransferAborted(self._call.key, "push", f"the block ended with {type(error).__name__}: {error}")
             )
             try:
-                await self._end()
+                await session.outcome()
             except RdmaKvError as exc:
                 logger.debug("%s", exc)
             return
@@ -133,15 +134,7 @@ class Sending:
             session.fail(problem)
         for entry in session.entries.values():
             self._shell.mover.finish(entry, self.metadata)
-        await self._end()
-
-    async def _end(self) -> None:
-        """Wait for the outcome. Agents that we had nothing for need no answer any more."""
-        try:
-            await self._session.outcome()
-        finally:
-            if self._session.other is not None:
-                self._shell.rendezvous.forget_expects(self._place, self._session.other)
+        await session.outcome()
 
     def _split(self, tokens: TokenRange | None, layers: tuple[int, int] | None, component: str | None) -> list[_Push]:
         """What a push means, per component. Components that have none of the layers are left out."""

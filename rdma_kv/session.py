@@ -189,6 +189,7 @@ class Session:
         others: the replicas that it may be with; empty for any that comes.
         find: awaits the counterpart where it is not the only one of `others`.
         work: opens the transfer with one peer.
+        bound: hears of the counterpart and of its agents that have moves with us.
     """
 
     def __init__(
@@ -199,6 +200,7 @@ class Session:
         *,
         find: Callable[[], Coroutine[Any, Any, ReplicaId]],
         work: Callable[[Route, Peer], Entry],
+        bound: Callable[[ReplicaId, list[AgentRecord]], None] = lambda other, busy: None,
     ) -> None:
         self.shell = shell
         self.call = call
@@ -212,6 +214,7 @@ class Session:
         self.entries: dict[AgentId, Entry] = {}
         self._find = find
         self._work = work
+        self._bound = bound
         self._legs: dict[AgentId, asyncio.Task[None]] = {}
         self._main: asyncio.Task[None] | None = None
         self._check_unique()
@@ -295,7 +298,9 @@ class Session:
             engine = self._engine_of(self.other)
             call = self.call
             route = self.shell.route(call.key, call.replica, engine, self.other.index)
-            for record in self.shell.busy_agents(route, engine):
+            busy = self.shell.busy_agents(route, engine)
+            self._bound(self.other, busy)
+            for record in busy:
                 work = self._leg(record, route)
                 self._legs[record.id] = asyncio.create_task(work, name=f"leg {call.key} {record.id}")
         except TimeoutError:

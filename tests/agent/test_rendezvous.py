@@ -227,3 +227,18 @@ async def test_r04_idle_ranks_learn_from_expect_that_nothing_is_wanted(tmp_path)
         assert [bool(agent.stats()["gather_launches"]) for agent in c.prefill.agents] == [False, True, False, False]
         check(c, 1)
         c.check_nothing_leaked()
+
+
+async def test_a_key_can_be_used_again_at_once(tmp_path):
+    """The next EXPECT of a key may be here before the sender of the first has left its block."""
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        to, source = ReplicaId("decode", 0), ReplicaId("prefill", 0)
+        await asyncio.gather(send(c, 0, 0, to=to), receive(c, 0, source=source))
+        for request in range(20):
+            first = asyncio.create_task(send(c, 0, 0, to=None, request=request))
+            await receive(c, 0, source=source)
+            again = asyncio.create_task(receive(c, 0, source=source, timeout_s=2.0))
+            await first
+            await send(c, 0, 0, to=None, request=request, timeout_s=2.0)
+            assert (await again).metadata == {"request": request}
+        c.check_nothing_leaked()
