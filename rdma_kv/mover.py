@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -556,15 +556,24 @@ class Mover:
         machine = entry.machine
         assert isinstance(machine, OutgoingTransfer)
         begin = self._now()
-        try:
-            chunk = self._packer.chunk(machine.plan, box, entry.tables, self._address(slot))
-            await self._packer.gather(chunk)
-        except Exception as exc:  # noqa: BLE001 - the kernel's error is told to caller and peer
-            error = exc if isinstance(exc, RdmaKvError) else LocalProtocolError(f"gather failed: {exc!r}")
+        error = await self._pack(entry, slot, box, self._packer.gather)
+        if error is not None:
             self._perform(entry, machine.gather_failed(slot, error, self._now()))
             return
         entry.times.gather += self._now() - begin
         self._perform(entry, machine.gathered(slot))
+
+    async def _pack(
+        self, entry: Entry, slot: SlotRef, box: Box, kernel: Callable[[Chunk], Awaitable[None]]
+    ) -> RdmaKvError | None:
+        """Run gather or scatter of a box in a slot; whatever goes wrong there is told to caller and peer."""
+        try:
+            await kernel(self._packer.chunk(entry.machine.plan, box, entry.tables, self._address(slot)))
+        except RdmaKvError as exc:
+            return exc
+        except Exception as exc:  # noqa: BLE001 - a kernel's own failure
+            return LocalProtocolError(f"gather or scatter failed: {exc!r}")
+        return None
 
     async def _write(self, entry: Entry, slot: SlotRef, target: SlotRef, box: Box) -> None:
         machine, peer = entry.machine, entry.peer
@@ -611,11 +620,8 @@ class Mover:
         machine = entry.machine
         assert isinstance(machine, IncomingTransfer)
         begin = self._now()
-        try:
-            chunk = self._packer.chunk(machine.plan, box, entry.tables, self._address(slot))
-            await self._packer.scatter(chunk)
-        except Exception as exc:  # noqa: BLE001 - the kernel's error is told to caller and peer
-            error = exc if isinstance(exc, RdmaKvError) else LocalProtocolError(f"scatter failed: {exc!r}")
+        error = await self._pack(entry, slot, box, self._packer.scatter)
+        if error is not None:
             self._perform(entry, machine.scatter_failed(slot, error, self._now()))
             return
         entry.times.scatter += self._now() - begin
