@@ -12,7 +12,7 @@ Traps that shape the code:
     * NumPy refuses an array whose items times item length reach 2**63, even if the items overlap. User addresses are
       below 2**47, and rows of a window below 2**16 (`_LONG_ROW_BYTES`).
     * A thread that waits for the GIL starts its 5 ms anew each time that the GIL is released and taken again at once.
-      Many short calls therefore starve an event loop beside them for tens of milliseconds: see `_Turns`. `take` and the
+      Many short calls therefore starve an event loop beside them for tens of milliseconds: see `Turns`. `take` and the
       assignment of a long row release the GIL; fancy indexing of 500 items or fewer does so only where the index is not
       contiguous: see `_spread`.
 """
@@ -51,7 +51,7 @@ def gather(chunks: Sequence[Chunk]) -> None:
     Raises:
         ConfigError: a chunk's field has a wrong shape, dtype or range. Nothing was copied.
     """
-    turns = _Turns()
+    turns = Turns()
     for part in _parts(chunks):
         if part.row_bytes >= _LONG_ROW_BYTES:
             for paged, packed in _long_rows(part):
@@ -78,7 +78,7 @@ def scatter(chunks: Sequence[Chunk]) -> None:
     Raises:
         ConfigError: a chunk's field has a wrong shape, dtype or range. Nothing was copied.
     """
-    turns = _Turns()
+    turns = Turns()
     for part in _parts(chunks):
         if part.row_bytes >= _LONG_ROW_BYTES:
             for paged, packed in _long_rows(part):
@@ -90,7 +90,7 @@ def scatter(chunks: Sequence[Chunk]) -> None:
                 turns.next()
 
 
-class _Turns:
+class Turns:
     """Lets other threads have the GIL after each `_TURN_S` of a launch, if no long call did so by itself."""
 
     def __init__(self) -> None:
@@ -233,8 +233,8 @@ def _runs(offset: Int64Array, pool: Int32Array | None, token_bytes: int) -> list
 def _long_rows(part: _Part) -> Iterator[tuple[Bytes, Bytes]]:
     """Each row in its paged and its packed form, uint8 `[row_bytes]`."""
     length = part.row_bytes
-    paged = _view(part.low, part.paged_span)
-    packed = _view(part.packed_address, part.packed_span)
+    paged = view(part.low, part.paged_span)
+    packed = view(part.packed_address, part.packed_span)
     for plane in range(part.planes):
         base = part.base[plane] if part.pool is None else part.base[plane].take(part.pool)
         at = plane * part.plane_stride
@@ -252,9 +252,9 @@ def _pieces(part: _Part, unit: int, *, direct: bool) -> Iterator[tuple[Rows, Int
     length = part.row_bytes
     row = np.dtype((np.void, length))
     span = part.paged_span
-    window: Rows = np.ndarray(((span - length) // unit + 1,), row, _view(part.low, span), strides=(unit,))
+    window: Rows = np.ndarray(((span - length) // unit + 1,), row, view(part.low, span), strides=(unit,))
     shape, strides = (part.planes, part.rows), (part.plane_stride, length)
-    packed: Rows = np.ndarray(shape, row, _view(part.packed_address, part.packed_span), strides=strides)
+    packed: Rows = np.ndarray(shape, row, view(part.packed_address, part.packed_span), strides=strides)
     base, offset = (part.base, part.offset) if unit == 1 else (part.base // unit, part.offset // unit)
     piece_bytes = _PIECE_BYTES if direct and part.plane_stride == part.rows * length else _TEMPORARY_BYTES
     for planes, rows in _grid(part, piece_bytes):
@@ -279,7 +279,7 @@ def _grid(part: _Part, piece_bytes: int) -> Iterator[tuple[slice, slice]]:
             yield slice(plane, plane + planes), slice(row, row + rows)
 
 
-def _view(address: int, length_bytes: int) -> Bytes:
+def view(address: int, length_bytes: int) -> Bytes:
     """Memory of this process as uint8 `[length_bytes]`; owns nothing."""
     return np.asarray(_Memory(address, length_bytes))
 

@@ -46,7 +46,7 @@ def loses_the_last_byte_of_a_row(launch: Launch) -> Launch:
 
 
 def touches_a_byte_behind(address: int) -> None:
-    byte = reference._view(address, 1)
+    byte = reference.view(address, 1)
     byte ^= 0xFF
 
 
