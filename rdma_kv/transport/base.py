@@ -61,7 +61,10 @@ class Endpoint(Protocol):
 
     @property
     def lane(self) -> str:
-        """What carries the bytes, in honest words: `tcp`, `cma`, `rdma`, `loopback`; `unknown` before it is known."""
+        """What carries the bytes, in honest words; `unknown` before it is known.
+
+        `tcp`, `cma`, `shm` (another kind of shared memory), `rdma`, `loopback`; `cuda_ipc` between GPUs of one host.
+        """
         ...
 
     async def metadata(self) -> bytes:

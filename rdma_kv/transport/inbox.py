@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from typing import Final
 
 from rdma_kv.errors import LocalProtocolError
 from rdma_kv.transport.base import NotificationCallback
 
+_TURN_S: Final = 0.001
+
 
 class Inbox:
-    """Delivers each message once, one per turn of the loop, only while the endpoint listens and has a callback.
+    """Delivers each message once, a few per turn of the loop, only while the endpoint listens and has a callback.
 
     What comes earlier waits here. A callback that raises loses only its own message: the error goes to the loop's
     exception handler.
@@ -65,8 +69,12 @@ class Inbox:
 
     def _deliver(self) -> None:
         self._scheduled = False
-        if not self._messages or not self.listening or self._callback is None:
-            return
-        message = self._messages.popleft()
+        until = time.perf_counter() + _TURN_S
+        while self._messages and self.listening and self._callback is not None:
+            try:
+                self._callback(self._messages.popleft())
+            except Exception as exc:  # noqa: BLE001 - the next message must not suffer for it
+                self._loop.call_exception_handler({"message": "a notification's receiver failed", "exception": exc})
+            if time.perf_counter() >= until:
+                break
         self._schedule()
-        self._callback(message)

@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 from rdma_kv.errors import ConfigError, TransportError
 
 BACKEND = "nixl"
-_MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports torch
+MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports torch
 _SPINS = 20  # turns without sleep after the last movement: some 0.2 ms, a small WRITE's latency
 _FIRST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
@@ -118,7 +118,7 @@ def load_nixl() -> Nixl:
         ConfigError: neither wheel is installed.
     """
     causes = []
-    for name in _MODULES:
+    for name in MODULES:
         try:
             return _import(name)
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""libucp as a transport, host memory only: event-driven on the loop, with a fence per peer.
+"""libucp as a transport for memory of the host and of GPUs: event-driven on the loop, with a fence per peer.
 
 Theory of operation. One UCX context per transport, where memory is registered once; one worker per peer (`ucx_link`),
 so that one link can be cut without touching another; turns on the event loop when the workers' event fds say so
@@ -11,11 +11,18 @@ regions (checked before a byte is posted, since tcp and cma enforce no key), the
 is needed to name the lane. A link that connects says the latter in its first message too, so that a target that never
 connects knows the lane, on which its fence depends.
 
+Memory of GPUs needs a libucp that has the cuda modules and finds a GPU. It goes over cuda_ipc between processes of one
+host (the GPU copies by itself, over NVLink or PCIe), over rdma (untested), and no other way: see `ucx_lanes`. Register
+it before `connect`: the peer's GPU memory is mapped for the device that has memory here. All of UCX's calls then have a
+CUDA context: see `ucx_cuda`.
+
 Fences. `fence_source` works on every lane: our endpoint is forced to close, every operation leaves UCX, the worker is
-destroyed; nothing reads our memory then (over rdma, where that ends the queue pairs, untested). `fence_target` works
-where bytes can have come by tcp alone: with the worker its sockets are closed, and what lies unread in them is gone.
-Over cma the peer's process writes our memory by itself, whatever we close. Where UCX could have found shared memory and
-we cannot tell, and over rdma (untested), it is refused.
+destroyed; nothing reads our memory then (over rdma, where that ends the queue pairs, untested). Over cuda_ipc a copy that
+the GPU has begun is not taken back: UCX lets go of it when the GPU is done, and the fence waits for that. `fence_target`
+works where bytes can have come by tcp alone: with the worker its sockets are closed, and what lies unread in them is
+gone. Over cma the peer's process writes our memory by itself, and over cuda_ipc its GPU does, whatever we close: with
+memory of a GPU registered, also formerly, it is refused. So it is where UCX could have found shared memory and we cannot
+tell, and over rdma (untested).
 """
 
 from __future__ import annotations
@@ -37,13 +44,15 @@ from rdma_kv.errors import (
 )
 from rdma_kv.transport.base import FENCED, NOT_POSTED, NotificationCallback, WritePair, unwrap_metadata, wrap_metadata
 from rdma_kv.transport.inbox import Inbox
+from rdma_kv.transport.regions import RegionTable
 from rdma_kv.transport.ucx_binding import BACKEND
-from rdma_kv.transport.ucx_core import Core, lane_of, settings_of
+from rdma_kv.transport.ucx_core import Core, open_context
 from rdma_kv.transport.ucx_environment import choose_lane
+from rdma_kv.transport.ucx_lanes import device_lane_of, lane_of, way_of
 from rdma_kv.transport.ucx_library import UcxLibrary, load_ucx
 from rdma_kv.transport.ucx_link import UcxLink
 from rdma_kv.transport.ucx_metadata import Blob, Hello, decode
-from rdma_kv.transport.ucx_writes import PIECE_BYTES
+from rdma_kv.transport.ucx_writes import PACES
 from rdma_kv.types import Region
 
 _log = logging.getLogger(__name__)
@@ -54,6 +63,7 @@ _NEEDED: Final = "hold the memory until the peer is proven dead (by its pidfd), 
 _NO_TARGET_FENCE: Final = {
     "shm": "over shared memory the peer's process writes our memory by itself, whatever we close",
     "cma": "over cma the peer's process writes our memory by itself, whatever we close",
+    "cuda_ipc": "over cuda_ipc the peer's GPU writes our memory by itself, whatever we close",
     "rdma": "over rdma a fence of the target is untested",
     "tcp": "UCX may have found shared memory between these processes; UCX_TLS=tcp rules that out",
     "unknown": "the lane is not known before the peer has connected",
@@ -67,8 +77,10 @@ class UcxEndpoint:
         self._core = core
         self._peer = peer
         self._name = f"{core.name}>{peer}#{next(core.serial)}"
-        self._lane = "unknown"
-        self._only_tcp = core.no_shared_memory
+        self._host_lane = "unknown"
+        self._device_lane = "unknown"
+        self._device_memory_there = False
+        self._only_tcp = core.no_shared_memory  # for memory of the host
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox(self._loop)
         self._link: UcxLink | None = None
@@ -81,8 +93,12 @@ class UcxEndpoint:
 
     @property
     def lane(self) -> str:
-        """`cma`, `shm`, `tcp` or `rdma`: what UCX chose for our WRITEs, or what it may choose for the peer's."""
-        return self._lane
+        """`cma`, `shm`, `tcp`, `rdma` or `cuda_ipc`: what UCX chose for our WRITEs, or what it may choose for the peer's.
+
+        It is the one between GPUs if both sides registered memory of GPUs, else the one between hosts.
+        """
+        between_devices = self._core.device_memory and self._device_memory_there
+        return self._device_lane if between_devices else self._host_lane
 
     @property
     def transports(self) -> list[tuple[str, str]]:
@@ -103,7 +119,7 @@ class UcxEndpoint:
         regions = [region for region in core.memory.table if region in core.mapped]
         blob = Blob(
             self._name,
-            [(region.address, region.length_bytes) for region in regions],
+            [(region.address, region.length_bytes, region.device) for region in regions],
             [core.mapped[region][1] for region in regions],
             link.address,
             core.host,
@@ -114,7 +130,8 @@ class UcxEndpoint:
     async def connect(self, metadata: bytes) -> None:
         """Make the peer's exported memory writable from here; again, with newer metadata, after it registered more.
 
-        UCX reaches out in the background: a peer that is not there fails the WRITEs.
+        The peer's memory of GPUs is left out as long as we have registered none: connect again afterwards. UCX reaches
+        out in the background: a peer that is not there fails the WRITEs.
 
         Raises:
             RegistrationError: the metadata cannot be used; UCX has not seen it, or refused one of its rkeys.
@@ -124,12 +141,13 @@ class UcxEndpoint:
         blob, regions = decode(unwrap_metadata(BACKEND, metadata))
         if self._peer_link not in {"", blob.link}:
             raise RegistrationError(BACKEND, "replaced", f"{self._peer} was connected as another endpoint before")
-        hello = msgspec.msgpack.encode(Hello(link.address, self._core.host, self._core.lanes))
-        link.connect(blob.address, regions, blob.rkeys, hello)
+        core = self._core
+        hello = msgspec.msgpack.encode(Hello(link.address, core.host, core.lanes, core.device_memory))
+        link.connect(blob.address, *self._in_reach(regions, blob.rkeys), hello)
         self._peer_link = blob.link
-        self._set_lane(blob.host, blob.lanes)
-        link.piece_bytes = PIECE_BYTES[self._lane]
-        self._core.driver.kick(link)
+        self._device_memory_there = any(region.device for region in regions)
+        self._set_lanes(blob.host, blob.lanes)
+        core.driver.kick(link)
 
     async def write(self, pairs: Sequence[WritePair], notification: bytes) -> None:
         """WRITE all pairs, then notify. Goes on if the awaiting task is cancelled.
@@ -137,9 +155,13 @@ class UcxEndpoint:
         Raises:
             TransportError: see `Endpoint.write`; with status `NOT_POSTED` no byte left.
         """
-        link = self._opened()
+        link, copied = self._opened(), tuple(pairs)
+        way = self._host_lane
+        if self._core.device_memory or self._device_memory_there:
+            way = way_of(copied, self._host_lane, self._device_lane)
+        link.pace = PACES.get(way, link.pace)
         future: asyncio.Future[None] = self._loop.create_future()
-        link.write(tuple(pairs), bytes(notification), lambda error: _settle(future, error))
+        link.write(copied, bytes(notification), lambda error: _settle(future, error))
         self._core.driver.kick(link)
         await future
 
@@ -181,8 +203,9 @@ class UcxEndpoint:
             FenceUnsupported: the bytes may have come by another way than tcp, and nothing has changed; or as for
                 `fence_source`.
         """
-        if not self._only_tcp:
-            raise FenceUnsupported(BACKEND, "no-fence", f"{_NO_TARGET_FENCE[self._lane]}; {_NEEDED}")
+        lane = "cuda_ipc" if self._core.device_memory else self._host_lane
+        if lane == "cuda_ipc" or not self._only_tcp:
+            raise FenceUnsupported(BACKEND, "no-fence", f"{_NO_TARGET_FENCE[lane]}; {_NEEDED}")
         await self._end(FENCED)
 
     async def close(self) -> None:
@@ -204,7 +227,8 @@ class UcxEndpoint:
         except msgspec.MsgspecError:
             self.stranger()
             return
-        self._set_lane(hello.host, hello.lanes)
+        self._device_memory_there |= hello.device_memory
+        self._set_lanes(hello.host, hello.lanes)
         assert self._link is not None
         try:
             self._link.answer(hello.address)
@@ -244,30 +268,38 @@ class UcxEndpoint:
         if self.closed:
             raise TransportError(BACKEND, NOT_POSTED, f"the endpoint of {self._peer} is closed")
         if self._link is None:
-            core = self._core
-            self._link = UcxLink(core.ucx, core.context, core.memory, (core.name, self._peer), self)
-            core.links.append(self._link)
-            core.driver.add(self._link)
+            self._link = self._core.make_link(self._peer, self)
         return self._link
 
-    def _set_lane(self, host: str, lanes: Sequence[str]) -> None:
-        """Name the lane, and say whether the peer's bytes come by tcp alone: its choice need not be ours."""
+    def _in_reach(self, regions: RegionTable, rkeys: Sequence[bytes]) -> tuple[RegionTable, list[bytes]]:
+        """Without the peer's GPU memory while we have none: unpacked now, its keys would stay out of reach for good."""
+        if self._core.device_memory or "rdma" in self._core.lanes:
+            return regions, list(rkeys)
+        kept = [(region, rkey) for region, rkey in zip(regions, rkeys, strict=True) if not region.device]
+        return RegionTable((region.address, region.length_bytes) for region, _ in kept), [rkey for _, rkey in kept]
+
+    def _set_lanes(self, host: str, lanes: Sequence[str]) -> None:
+        """Name the lanes, and say whether the peer's bytes come by tcp alone: its choice need not be ours."""
         core = self._core
-        allowed = choose_lane(core.lanes, lanes, same_host=host == core.host != "")
-        chosen = lane_of(name for name, _ in self.transports)
-        self._lane = allowed if chosen == "unknown" else chosen
+        chosen = [name for name, _ in self.transports]
         apart = _kernel(host) != _kernel(core.host) and bool(host) and bool(core.host)
-        self._only_tcp = core.no_shared_memory or (allowed == self._lane == "tcp" and apart)
+        allowed = choose_lane(core.lanes, lanes, same_host=host == core.host != "")
+        self._host_lane = allowed if lane_of(chosen) == "unknown" else lane_of(chosen)
+        self._only_tcp = core.no_shared_memory or (allowed == self._host_lane == "tcp" and apart)
+        both = set(core.lanes) & set(lanes)
+        possible = "cuda_ipc" if "cuda_ipc" in both and not apart else "rdma" if "rdma" in both else "tcp"
+        self._device_lane = device_lane_of(chosen) if chosen else possible
 
 
 class UcxTransport:
-    """A `Transport` over libucp for host memory.
+    """A `Transport` over libucp, for memory of the host and of GPUs.
 
     Args:
         name: of our agent; holds the incarnation. The peer's endpoint for us must be made with the same name.
         library: path of libucp; default: RDMA_KV_UCX_LIBRARY, or the first that is found (see `ucx_library`).
         environ: settings of this transport (RDMA_KV_UCX_LIBRARY, UCX_TLS, UCX_NET_DEVICES); default `os.environ`. All
-            other settings of UCX are read by UCX from the environment of the process.
+            other settings of UCX are read by UCX from the environment of the process, but for the two that keep memory
+            of GPUs off tcp (see `ucx_lanes.GUARD`).
     """
 
     def __init__(self, name: str, *, library: str | None = None, environ: Mapping[str, str] | None = None) -> None:
@@ -298,19 +330,19 @@ class UcxTransport:
         return self._opened().dropped_messages
 
     async def start(self) -> None:
-        """Load libucp in a thread (0.5 s the first time) and make a context (5 ms).
+        """Load libucp in a thread (0.5 s the first time) and make a context (5 ms; two, and longer, where there is a GPU).
 
         Raises:
             ConfigError: cffi or libucp is missing, or UCX does not take a setting; the text says what to do.
             LocalProtocolError: it was started before.
-            TransportError: UCX refused to start.
+            TransportError: UCX refused to start. It does where there is a GPU and UCX_TLS is without cuda_copy.
         """
         if self._starting or self._core is not None or self._closing is not None:
             raise LocalProtocolError(f"transport {self._name} was started before")
         self._starting = True
         try:
             library = await asyncio.to_thread(load_ucx, self._library, self._environ)
-            context = library.ucx.context(settings_of(self._environ))
+            context = open_context(library, self._environ)
         finally:
             self._starting = False
         self._core = Core(self._name, library, context, self._environ)
@@ -323,22 +355,21 @@ class UcxTransport:
         await asyncio.shield(self._closing)
 
     async def register(self, address: int, length_bytes: int, *, device: int = 0) -> Region:
-        """Register host memory for every endpoint. It stays the caller's and must outlive the registration.
+        """Register memory for every endpoint. It stays the caller's and must outlive the registration.
 
-        Peers may write there, not read.
+        Peers may write there, not read. Over cuda_ipc a peer maps the whole allocation around it: give memory that
+        peers write an allocation of its own.
+
+        Args:
+            device: 0 for the host, else the CUDA ordinal + 1: memory of cudaMalloc on that GPU.
 
         Raises:
             ConfigError: zero length, or an overlap.
-            RegistrationError: UCX refused it, or it is on a GPU.
+            RegistrationError: UCX refused it. With status `device-memory`: this libucp moves no CUDA memory here, or
+                the range is not what `device` says, or cannot be exported; the text says which, and what to do.
         """
         core = self._opened()
-        if device:
-            raise RegistrationError(
-                BACKEND,
-                "device-memory",
-                "the ucx transport moves host memory; copy from the GPU to pinned memory first",
-            )
-        region = Region(address, length_bytes)
+        region = Region(address, length_bytes, device)
         await core.register(region)
         return region
 

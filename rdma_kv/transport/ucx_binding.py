@@ -60,6 +60,8 @@ typedef struct { const char *transport_name; const char *device_name; } ucp_tran
 typedef struct { ucp_transport_entry_t *entries; unsigned num_entries; size_t entry_size; } ucp_transports_t;
 typedef struct { uint64_t field_mask; char name[32]; char local_sockaddr[128]; char remote_sockaddr[128];
     ucp_transports_t transports; void *user_data; } ucp_ep_attr_t;
+typedef struct { uint64_t field_mask; size_t request_size; int thread_mode; uint64_t memory_types; char name[32];
+    size_t device_counter_size; } ucp_context_attr_t;
 const char *ucs_status_string(ucs_status_t status);
 void ucp_get_version(unsigned *major, unsigned *minor, unsigned *release);
 ucs_status_t ucp_config_read(const char *prefix, const char *filename, void **config);
@@ -68,6 +70,7 @@ void ucp_config_release(void *config);
 ucs_status_t ucp_init_version(unsigned major, unsigned minor, const ucp_params_t *params, const void *config,
     void **context);
 void ucp_cleanup(void *context);
+ucs_status_t ucp_context_query(void *context, ucp_context_attr_t *attr);
 ucs_status_t ucp_mem_map(void *context, const ucp_mem_map_params_t *params, void **memh);
 ucs_status_t ucp_mem_unmap(void *context, void *memh);
 ucs_status_t ucp_rkey_pack(void *context, void *memh, void **buffer, size_t *size);
@@ -111,6 +114,8 @@ _ERROR_MODE_PEER: Final = 1
 _THREADS_SERIALIZED: Final = 1
 _MOST_LANES: Final = 64  # UCX's own limit on lanes of one endpoint
 _IGNORE_REQUEST_LEAK: Final = 1
+_ATTR_MEMORY_TYPES: Final = 1 << 2
+_HOST_MEMORY, _CUDA_MEMORY = 0, 1  # ucs_memory_type_t
 
 
 class Settled(enum.Enum):
@@ -192,8 +197,20 @@ class Ucx:
     def cleanup(self, context: Handle) -> None:
         self._lib.ucp_cleanup(context)
 
-    def map_memory(self, context: Handle, address: int, length_bytes: int) -> tuple[Handle, bytes]:
-        """Register host memory, remotely writable but not readable. Its handle, and the rkey for peers.
+    def knows_cuda(self, context: Handle) -> bool:
+        """Whether a context can move CUDA memory: its cuda modules loaded, they found a GPU, and UCX_TLS allows them.
+
+        Raises:
+            TransportError: UCX does not say.
+        """
+        found = self._ffi.new("ucp_context_attr_t *", {"field_mask": _ATTR_MEMORY_TYPES})
+        self.check(self._lib.ucp_context_query(context, found), "asking for a context's memory types")
+        return bool(found.memory_types & 1 << _CUDA_MEMORY)
+
+    def map_memory(self, context: Handle, address: int, length_bytes: int, *, cuda: bool) -> tuple[Handle, bytes]:
+        """Register memory of the host or of a GPU, remotely writable but not readable. Its handle, and the rkey for peers.
+
+        For CUDA memory the thread needs a current CUDA context.
 
         Raises:
             RegistrationError: UCX refused it.
@@ -205,7 +222,7 @@ class Ucx:
                 "address": self._ffi.cast("void *", address),
                 "length": length_bytes,
                 "prot": _LOCAL_READ | _LOCAL_WRITE | _REMOTE_WRITE,
-                "memory_type": 0,  # host
+                "memory_type": _CUDA_MEMORY if cuda else _HOST_MEMORY,
             },
         )
         memory = self._out("void **", lambda out: self._lib.ucp_mem_map(context, params, out), RegistrationError)

@@ -24,6 +24,8 @@ _RDMA = frozenset(
     {"rc_v", "rc_verbs", "rc_x", "rc_mlx5", "dc_x", "dc_mlx5", "ud_v", "ud_verbs", "ud_x", "ud_mlx5", "srd"}
 )
 _RDMA_ALIASES = frozenset({"ib", "rc", "dc", "ud"})
+_CUDA_IPC = frozenset({"cuda_ipc"})
+_CUDA_ALIASES = frozenset({"cuda"})
 
 
 def prepare_ucx_environment(environ: MutableMapping[str, str], *, infiniband: Path = INFINIBAND) -> None:
@@ -52,21 +54,27 @@ def host_id() -> str:
 
 
 def usable_lanes(
-    environ: Mapping[str, str], *, infiniband: Path = INFINIBAND, ptrace: Path = _PTRACE_SCOPE
+    environ: Mapping[str, str], *, infiniband: Path = INFINIBAND, ptrace: Path = _PTRACE_SCOPE, cuda: bool = False
 ) -> list[str]:
-    """The lanes that UCX may use here, the best first: some of `cma` (one host only), `rdma`, `tcp`."""
+    """The lanes that UCX may use here, the best first: some of `cma` (one host only), `rdma`, `tcp`, `cuda_ipc`.
+
+    The last is for memory of GPUs alone, and comes only with `cuda`: this UCX can move such memory.
+    """
     transports = environ.get("UCX_TLS", "all")
     lanes = []
     if _allows(transports, _CMA, _CMA_ALIASES) and _may_attach(ptrace):
         lanes.append("cma")
     if _allows(transports, _RDMA, _RDMA_ALIASES) and _rdma_port(environ, infiniband):
         lanes.append("rdma")
-    return [*lanes, "tcp"]
+    lanes.append("tcp")
+    if cuda and _allows(transports, _CUDA_IPC, _CUDA_ALIASES):
+        lanes.append("cuda_ipc")
+    return lanes
 
 
 def choose_lane(ours: Iterable[str], theirs: Iterable[str], *, same_host: bool) -> str:
-    """The first lane of `ours` that the peer has too; `cma` only on one host."""
-    common = set(theirs) | {"tcp"}
+    """The first lane for host memory of `ours` that the peer has too; `cma` only on one host."""
+    common = (set(theirs) | {"tcp"}) - _CUDA_IPC
     return next((lane for lane in ours if lane in common and (lane != "cma" or same_host)), "tcp")
 
 

@@ -21,6 +21,8 @@ from rdma_kv.transport.ucx_binding import Ucx
 SETTING: Final = "RDMA_KV_UCX_LIBRARY"
 _SONAME: Final = "libucp.so.0"
 _NIXL_PACKAGES: Final = ("nixl_cu12", "nixl_cu13")
+_LOADER_CACHE: Final = Path("/etc/ld.so.cache")  # some 100 KB; holds every soname, ended by a zero byte
+_LOADER_FOLDERS: Final = tuple(map(Path, ("/lib", "/usr/lib", "/lib64", "/usr/lib64")))
 _FIX: Final = (
     f"name a libucp in {SETTING}, install UCX on the system, or install one of the extras nixl and nixl-cu13, "
     "whose wheels bring it"
@@ -78,10 +80,26 @@ def candidates() -> Iterator[tuple[str, str]]:
             yield "libucx", str(path)
 
 
+def is_found(environ: Mapping[str, str]) -> bool:
+    """Whether there is a libucp to try, without loading it: one that is found may still not load."""
+    return bool(environ.get(SETTING)) or any(source != "system" or _on_system(environ) for source, _ in candidates())
+
+
 @functools.cache
 def _load(source: str, path: str) -> UcxLibrary:
     ucx = Ucx(path)
     return UcxLibrary(source, path, ucx.version, ucx)
+
+
+def _on_system(environ: Mapping[str, str]) -> bool:
+    """Whether the dynamic loader would find `_SONAME`: in a folder that it was told of, its cache, or its own folders."""
+    told = [Path(folder) for folder in environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
+    if any((folder / _SONAME).exists() for folder in (*told, *_LOADER_FOLDERS)):
+        return True
+    try:
+        return f"{_SONAME}\0".encode() in _LOADER_CACHE.read_bytes()
+    except OSError:
+        return False
 
 
 def _homes(package: str) -> list[Path]:

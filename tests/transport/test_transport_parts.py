@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given
@@ -32,12 +33,10 @@ async def test_an_inbox_delivers_only_while_it_listens_and_has_a_callback():
     assert not inbox.listen()
     assert not inbox.unlisten()
     inbox.put(b"2")
-    inbox.put(b"3")
-    await turn()
-    assert heard == [b"1", b"2"]  # one per turn
     assert inbox.unlisten()
     await turn()
-    assert heard == [b"1", b"2"]
+    assert heard == [b"1"]
+    inbox.put(b"3")
     inbox.listen()
     await turn()
     assert heard == [b"1", b"2", b"3"]
@@ -45,6 +44,44 @@ async def test_an_inbox_delivers_only_while_it_listens_and_has_a_callback():
     inbox.close()
     await turn()
     assert heard == [b"1", b"2", b"3"]
+
+
+async def test_an_inbox_gives_the_loop_its_turn_after_a_millisecond():
+    inbox, heard = Inbox(asyncio.get_running_loop()), []
+
+    def slow(message: bytes) -> None:
+        heard.append(message)
+        end = time.perf_counter() + 0.002
+        while time.perf_counter() < end:
+            pass
+
+    inbox.on_notification(slow)
+    inbox.listen()
+    for message in (b"1", b"2"):
+        inbox.put(message)
+    await turn()
+    assert heard == [b"1"]
+    await turn()
+    assert heard == [b"1", b"2"]
+
+
+async def test_a_callback_that_raises_costs_no_other_message():
+    loop, heard, failures = asyncio.get_running_loop(), [], []
+    loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    inbox = Inbox(loop)
+
+    def picky(message: bytes) -> None:
+        if message == b"1":
+            raise ValueError("not this one")
+        heard.append(message)
+
+    inbox.on_notification(picky)
+    inbox.listen()
+    for message in (b"1", b"2"):
+        inbox.put(message)
+    await turn()
+    assert heard == [b"2"]
+    assert [type(failure) for failure in failures] == [ValueError]
 
 
 ranges = st.tuples(st.integers(1, 300), st.integers(1, 40))

@@ -15,7 +15,6 @@ from rdma_kv.errors import ConfigError, FenceUnsupported, LocalProtocolError, Re
 from rdma_kv.transport import ucx_library
 from rdma_kv.transport.base import FENCED, NOT_POSTED, unwrap_metadata, wrap_metadata
 from rdma_kv.transport.ucx import UcxTransport
-from rdma_kv.transport.ucx_core import lane_of
 from rdma_kv.transport.ucx_library import SETTING, UcxLibrary, candidates, load_ucx
 from rdma_kv.transport.ucx_writes import Keys
 
@@ -106,12 +105,6 @@ async def test_a_setting_that_ucx_does_not_take_is_named_and_the_transport_can_b
         await transport.start()
     assert caught.value.field == "UCX_RNDV_THRESH"
     await transport.close()
-
-
-async def test_memory_of_a_gpu_is_refused_with_what_to_do_instead(make):
-    transport = await make("left@1")
-    with pytest.raises(RegistrationError, match="pinned"):
-        await transport.register(4096, 4096, device=1)
 
 
 async def test_20_transports_leave_no_file_descriptor(make):
@@ -226,23 +219,6 @@ async def test_metadata_with_implausible_parts_is_refused(make, fields):
         inner[place] = value
     with pytest.raises(RegistrationError):
         await left.endpoint("right@1").connect(wrap_metadata("ucx", msgspec.msgpack.encode(inner)))
-
-
-@pytest.mark.parametrize(
-    ("transports", "lane"),
-    [
-        ([], "unknown"),
-        (["tcp", "tcp"], "tcp"),
-        (["tcp", "cma"], "cma"),
-        (["cuda_copy", "tcp"], "tcp"),
-        (["rc_mlx5", "tcp"], "rdma"),
-        (["srd"], "rdma"),
-        (["tcp", "posix"], "shm"),
-        (["cma", "rc_mlx5"], "cma"),
-    ],
-)
-def test_a_lane_is_named_by_what_ucx_chose(transports, lane):
-    assert lane_of(transports) == lane
 
 
 async def test_ucx_itself_says_which_lanes_it_chose(make):

@@ -1,0 +1,159 @@
+"""The data planes of one agent: each is started once, when the first link needs it.
+
+Theory of operation. An agent offers several transports and each link chooses one of them (`protocol.link`). Starting one
+costs imports and threads (0.1 to 0.5 s), so one that no link has chosen is not started. Where an agent offers a single
+one there is nothing to choose: it is started with the agent, and its errors are those of the agent's start.
+
+A start is a task of its own, shared by all who want that plane: cancelling one of them does not end it. It makes the
+transport, starts it and registers the staging; if any of that fails the transport is closed and everybody who waits gets
+the error. The next who wants the plane tries again, with a new transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rdma_kv.errors import ClosedError, RdmaKvError, TransportError
+from rdma_kv.transport.base import Transport
+from rdma_kv.transport.named import TransportMaker
+from rdma_kv.types import Region
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """A data plane that has started.
+
+    Attributes:
+        staging: the agent's staging memory as registered there.
+    """
+
+    transport: Transport
+    staging: Region
+
+
+class Planes:
+    """All data planes that an agent offers. Use `start` and `close` around everything else.
+
+    Args:
+        name: the agent's incarnation name.
+        makers: by back-end name, the best first; see `named.offer`.
+    """
+
+    def __init__(self, name: str, makers: Mapping[str, TransportMaker]) -> None:
+        self._name = name
+        self._makers = dict(makers)
+        self._staging = (0, 0)
+        self._starts: dict[str, asyncio.Task[Plane]] = {}  # under way or done; never failed
+        self._failed: set[str] = set()  # the last try
+        self._closing = False
+
+    @property
+    def offered(self) -> tuple[str, ...]:
+        """Names of the back-ends, the best first."""
+        return tuple(self._makers)
+
+    def states(self) -> dict[str, str]:
+        """Of each back-end that is offered: `waiting` (for a link that chooses it), `starting`, `started` or `failed`."""
+        return {backend: self._state(backend) for backend in self._makers}
+
+    async def start(self, address: int, length_bytes: int) -> None:
+        """Say where the staging memory lies. Starts the plane where only one is offered.
+
+        Raises:
+            RdmaKvError: as `plane`.
+        """
+        self._staging = (address, length_bytes)
+        if len(self._makers) == 1:
+            await self.plane(*self._makers)
+
+    def prepare(self, backend: str) -> None:
+        """Begin to start a plane that will be needed. A failure is told to whoever asks for the plane."""
+        if backend not in self._starts and not self._closing:
+            self._begin(backend)
+
+    async def plane(self, backend: str) -> Plane:
+        """A plane that has started; starts it where nobody has.
+
+        Cancelling the caller leaves the start to the others.
+
+        Raises:
+            ConfigError, TransportError: it cannot be started; a later call tries again.
+            ClosedError: the agent closes.
+        """
+        start = self._starts.get(backend)
+        if start is None:
+            self._check_open()
+            start = self._begin(backend)
+        if not start.done():
+            await asyncio.wait([start])
+        self._check_open()
+        return start.result()
+
+    async def close(self) -> None:
+        """Close every plane that was started; a start under way ends first. Idempotent.
+
+        Raises:
+            RdmaKvError: the first that a plane's `close` raised; all were closed.
+        """
+        self._closing = True
+        if self._starts:
+            await asyncio.wait(self._starts.values())
+        started = [start.result().transport for start in self._starts.values() if _succeeded(start)]
+        outcomes = await asyncio.gather(*(transport.close() for transport in started), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+    def _begin(self, backend: str) -> asyncio.Task[Plane]:
+        self._failed.discard(backend)
+        start = asyncio.create_task(self._start(backend), name=f"start {backend} of {self._name}")
+        start.add_done_callback(_mark_seen)
+        self._starts[backend] = start
+        return start
+
+    async def _start(self, backend: str) -> Plane:
+        transport: Transport | None = None
+        try:
+            transport = self._makers[backend](self._name)
+            await transport.start()
+            return Plane(transport, await transport.register(*self._staging))
+        except BaseException as exc:
+            if transport is not None:
+                await self._discard(transport)
+            del self._starts[backend]
+            self._failed.add(backend)
+            if isinstance(exc, RdmaKvError) or not isinstance(exc, Exception):
+                raise
+            raise TransportError(backend, "start", f"the transport could not be started: {exc!r}") from exc
+
+    async def _discard(self, transport: Transport) -> None:
+        """Close what has failed to start; that error counts, not this one."""
+        try:
+            await transport.close()
+        except RdmaKvError as exc:
+            logger.warning("%s of %s failed to start, and to close: %s", transport.backend, self._name, exc)
+
+    def _state(self, backend: str) -> str:
+        start = self._starts.get(backend)
+        if start is not None:
+            return "started" if _succeeded(start) else "starting"
+        return "failed" if backend in self._failed else "waiting"
+
+    def _check_open(self) -> None:
+        if self._closing:
+            raise ClosedError("the agent is closed")
+
+
+def _succeeded(start: asyncio.Task[Plane]) -> bool:
+    return start.done() and not start.cancelled() and start.exception() is None
+
+
+def _mark_seen(start: asyncio.Task[Plane]) -> None:
+    """Nobody may be waiting for a start that fails."""
+    if not start.cancelled():
+        start.exception()

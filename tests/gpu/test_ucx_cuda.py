@@ -1,0 +1,271 @@
+"""Memory of GPUs over the ucx transport, between two processes of one host. Needs a GPU and a libucp with cuda modules."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+MIB = 1 << 20
+LENGTH_BYTES = 256 * MIB + 64
+FENCED_BYTES = 4 << 30
+
+
+def gpus() -> int:
+    if importlib.util.find_spec("torch") is None:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+if not gpus():
+    pytest.skip("no GPU, or no torch that can use it", allow_module_level=True)
+
+from ucx_cuda_child import Child  # noqa: E402
+
+from rdma_kv.errors import RegistrationError  # noqa: E402
+from rdma_kv.transport.ucx_cuda import Cuda  # noqa: E402
+
+two_gpus = pytest.mark.skipif(gpus() < 2, reason="needs two GPUs")
+
+
+class Pair:
+    """Two connected processes; WRITEs go from `left` to `right`."""
+
+    def __init__(self, left_ordinal=0, right_ordinal=0, length_bytes=LENGTH_BYTES, guard=True, **environ: str) -> None:
+        self.left = Child("left@1", "right@1", left_ordinal, length_bytes, **environ)
+        self.right = Child("right@1", "left@1", right_ordinal, length_bytes, **environ)
+        self.device = right_ordinal + 1
+        try:
+            for child in (self.left, self.right):
+                if not guard:
+                    child.call("without_guard")
+                child.post("start")
+            (_, metadata), (self.addresses, there) = self.left.answer(), self.right.answer()
+            self.right.call("connect", metadata=metadata)
+            self.left.call("connect", metadata=there)
+        except BaseException:
+            self.end()
+            raise
+
+    def write(self, local, remote, length_bytes, command="write", **more):
+        return self.left.call(
+            command,
+            local=local,
+            remote=remote,
+            addresses=self.addresses,
+            length_bytes=length_bytes,
+            remote_device=self.device,
+            **more,
+        )
+
+    def end(self):
+        self.left.end()
+        self.right.end()
+
+
+@pytest.fixture(scope="module")
+def one():
+    """Both processes on the first GPU."""
+    pair = Pair()
+    yield pair
+    pair.end()
+
+
+@pytest.fixture(scope="module")
+def two():
+    pair = Pair(0, 1)
+    yield pair
+    pair.end()
+
+
+def moves(pair, length_bytes, *, source="gpu", destination="gpu"):
+    """A WRITE between odd offsets; the bytes are looked at by torch in the callback of the notification."""
+    seed = length_bytes % 251 + 1
+    pair.left.call("fill", kind=source, offset=3, length_bytes=length_bytes, seed=seed)
+    pair.right.call("expect", kind=destination, offset=17, length_bytes=length_bytes, seed=seed)
+    took_s = pair.write((source, 3), (destination, 17), length_bytes, body=b"arrived")
+    assert pair.right.call("notified") == (b"arrived", True)
+    return took_s
+
+
+SIZES = pytest.mark.parametrize("length_bytes", [1, 4096, MIB + 3, 256 * MIB])
+
+
+@SIZES
+def test_bytes_are_there_when_the_notification_comes(one, length_bytes):
+    moves(one, length_bytes)
+
+
+@two_gpus
+@SIZES
+def test_bytes_go_from_one_gpu_to_another(two, length_bytes):
+    moves(two, length_bytes)
+    assert two.right.call("current_device") == 0  # the application's own choice
+
+
+def test_the_lane_is_cuda_ipc_on_both_sides_and_carries_200_writes_at_once(one):
+    for child in (one.left, one.right):
+        lane, transports, _ = child.call("lanes")
+        assert lane == "cuda_ipc", transports
+    length_bytes, count = 4096, 200
+    one.left.call("fill", kind="gpu", offset=0, length_bytes=length_bytes * count, seed=9)
+    one.right.call("expect", kind="gpu", offset=0, length_bytes=length_bytes * count, seed=9)
+    one.left.call("many", addresses=one.addresses, remote_device=one.device, length_bytes=length_bytes, count=count)
+    bodies = one.right.call("bodies", count=count)
+    assert sorted(bodies, key=int) == [str(n).encode() for n in range(count)]
+
+
+def test_idle_costs_nothing(one):
+    moves(one, MIB)
+    for child in (one.left, one.right):
+        assert child.call("idle_share") < 0.05
+
+
+def test_host_memory_goes_its_own_way_beside_it(one):
+    moves(one, MIB + 3, source="host", destination="host")
+
+
+@pytest.mark.parametrize(("source", "destination"), [("host", "gpu"), ("gpu", "host")])
+def test_between_host_and_gpu_a_write_is_refused_before_a_byte_is_posted(one, source, destination):
+    one.left.call("fill", kind=source, offset=0, length_bytes=4096, seed=77)
+    one.right.call("expect", kind=destination, offset=0, length_bytes=1, seed=0)
+    with pytest.raises(RuntimeError, match=r"TransportError\|not-posted.*pinned host memory"):
+        one.write((source, 0), (destination, 0), 4096)
+    assert one.right.call("count", kind=destination, value=0) == (LENGTH_BYTES if destination == "gpu" else 4 * MIB)
+    moves(one, 4096)  # the link lives
+
+
+def test_a_fence_of_the_target_is_refused_and_changes_nothing(one):
+    with pytest.raises(RuntimeError, match=r"FenceUnsupported\|no-fence"):
+        one.right.call("fence_target")
+    moves(one, 4096)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"kind": "spare", "device": 99}, "this process sees"),
+        ({"kind": "pinned", "device": 1}, "cudaMalloc"),
+        ({"kind": "pageable", "device": 1}, "not known to CUDA"),
+    ],
+)
+def test_a_range_that_is_not_what_the_device_says_is_refused(one, arguments, words):
+    with pytest.raises(RuntimeError, match=rf"RegistrationError\|device-memory.*{words}"):
+        one.left.call("register", **arguments)
+
+
+def test_a_range_that_leaves_its_allocation_or_lies_elsewhere_is_refused():
+    import torch
+
+    cuda = Cuda()
+    memory = torch.zeros(4096, dtype=torch.uint8, device="cuda:0")
+    cuda.retain(0)
+    with cuda.current(0):
+        cuda.check_memory(memory.data_ptr(), 4096, 0, exported=True)
+        with pytest.raises(RegistrationError, match="leaves its allocation"):
+            cuda.check_memory(memory.data_ptr(), 1 << 40, 0, exported=True)
+        with pytest.raises(RegistrationError, match="lies on device 1, not 2"):
+            cuda.check_memory(memory.data_ptr(), 4096, 1, exported=True)
+    cuda.close()
+
+
+def test_memory_that_cannot_be_exported_is_refused_with_how_to_allocate_it():
+    child = Child("left@1", "right@1", 0, 4 * MIB, PYTORCH_CUDA_ALLOC_CONF="backend:cudaMallocAsync")
+    try:
+        with pytest.raises(RuntimeError, match=r"device-memory.*cannot be exported.*cudaMallocAsync"):
+            child.call("start")
+    finally:
+        child.end()
+
+
+def test_expandable_segments_move_where_they_can_be_exported_and_are_refused_elsewhere():
+    environ = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    child = Child("left@1", "right@1", 0, 4 * MIB, **environ)
+    legacy, handles = child.call("export")
+    child.end()
+    print("expandable segments:", legacy, handles)
+    if not legacy and not handles & 8:
+        with pytest.raises(RuntimeError, match=r"device-memory.*expandable_segments"):
+            Pair(length_bytes=4 * MIB, **environ)
+        return
+    pair = Pair(length_bytes=4 * MIB, **environ)
+    try:
+        moves(pair, MIB)
+    finally:
+        pair.end()
+
+
+def test_ucx_tls_without_cuda_copy_is_refused_at_start_by_name():
+    child = Child("left@1", "right@1", 0, 4096, UCX_TLS="tcp")
+    try:
+        with pytest.raises(RuntimeError, match="cuda_copy"):
+            child.call("start")
+    finally:
+        child.end()
+
+
+def test_without_cuda_ipc_a_write_is_refused_and_nothing_goes_over_tcp():
+    pair = Pair(length_bytes=4 * MIB, UCX_TLS="tcp,cuda_copy")
+    try:
+        with pytest.raises(RuntimeError, match=r"TransportError\|not-posted.*over tcp"):
+            pair.write(("gpu", 0), ("gpu", 0), 4096)
+        assert pair.right.call("count", value=0) == 4 * MIB
+        moves(pair, MIB, source="host", destination="host")
+    finally:
+        pair.end()
+
+
+@pytest.mark.parametrize("guard", [False, True], ids=["control", "guarded"])
+def test_ucx_itself_is_kept_from_sending_memory_of_a_gpu_over_tcp(guard):
+    """Also where our own table of lanes errs. The control shows that UCX would."""
+    pair = Pair(length_bytes=4 * MIB, guard=guard, UCX_TLS="tcp,cuda_copy", UCX_LOG_LEVEL="fatal")
+    try:
+        pair.left.call("fill", kind="gpu", offset=0, length_bytes=4 * MIB, seed=77)
+        status = pair.write(("gpu", 0), ("gpu", 0), MIB, command="ask_ucx")
+        untouched = pair.right.call("count", value=0) == 4 * MIB
+        print(f"guard {guard}: {status}")
+        assert (status != "done") is untouched is guard
+    finally:
+        pair.end()
+
+
+def test_a_loop_whose_thread_has_no_cuda_context_needs_none_and_gets_none(one_more):
+    one_more.right.call("expect", kind="gpu", offset=0, length_bytes=MIB, seed=77)
+    assert one_more.write(("gpu", 0), ("gpu", 0), MIB, command="bare_write")
+    assert one_more.right.call("notified") == (b"n", True)
+
+
+def test_the_death_of_the_target_ends_the_next_write_and_closes(one_more):
+    moves(one_more, MIB)
+    one_more.right.end()
+    with pytest.raises(RuntimeError, match="TransportError"):
+        one_more.write(("gpu", 0), ("gpu", 0), MIB)
+    one_more.left.call("close")
+
+
+@pytest.fixture
+def one_more():
+    pair = Pair(length_bytes=4 * MIB)
+    yield pair
+    pair.left.end()
+
+
+@pytest.mark.parametrize("fence", [False, True], ids=["control", "fenced"])
+def test_after_a_fence_of_the_source_nothing_reads_it_any_more(fence):
+    """The control overwrites the source while the GPU copies: the target must see some of it, or the test has no power."""
+    pair = Pair(0, gpus() - 1, length_bytes=FENCED_BYTES)
+    try:
+        error, took_s, under_way, status = pair.left.call(
+            "reuse", addresses=pair.addresses, remote_device=pair.device, length_bytes=FENCED_BYTES, fence=fence
+        )
+        poisoned = pair.right.call("count", value=0xAA)
+        print(f"fence {fence}: {took_s * 1e3:.2f} ms, {status}, {poisoned} bytes poisoned")
+        assert under_way
+        assert not error
+        assert (poisoned == 0) is fence
+    finally:
+        pair.end()
