@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -34,8 +34,8 @@ from rdma_kv.registry.static import is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
 from rdma_kv.sending import Sending
 from rdma_kv.session import AgentConfig, Call, Shell, TokenRange, interval
-from rdma_kv.transport.base import Transport
-from rdma_kv.transport.nixl import NixlTransport
+from rdma_kv.transport.named import AUTO, TransportMaker, offer
+from rdma_kv.transport.planes import Planes
 from rdma_kv.types import Interval, Owned, ReplicaId, Role
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,11 @@ class Agent:
     Args:
         config: who it is.
         registry: where the others are.
-        transport: makes the data plane from the agent's incarnation name; NIXL by default.
+        transport: `auto`: the best data plane that this installation and the peer have, link by link; the name of one,
+            `ucx` or `nixl`, which peers must have too; or what makes one from the agent's incarnation name.
+
+    Raises:
+        ConfigError: field `transport`: unknown, or nothing that `auto` could use is installed.
 
     Example:
         >>> async with Agent(config, StaticRegistry("cluster.toml")) as agent:  # doctest: +SKIP
@@ -59,18 +63,16 @@ class Agent:
         ...         out.metadata["first_token"] = token
     """
 
-    def __init__(
-        self, config: AgentConfig, registry: Registry, *, transport: Callable[[str], Transport] = NixlTransport
-    ) -> None:
+    def __init__(self, config: AgentConfig, registry: Registry, *, transport: str | TransportMaker = AUTO) -> None:
         self.config = config
         self._incarnation = os.urandom(16)
         self.name = f"{config.id}#{self._incarnation.hex()[:12]}"
         self.address: tuple[str, int] = ("", 0)
         timeouts, limits = config.timeouts, config.limits
-        self._transport = transport(self.name)
+        self._planes = Planes(self.name, offer(transport, self.name))
         packer = Packer(config.role, config.model, config.topology, config.owns)
         rendezvous = Rendezvous(self._check_first, self._fail_session, timeouts=timeouts, limits=limits)
-        mover = Mover(config.role, self._transport, packer, rendezvous, staging=config.staging, timeouts=timeouts)
+        mover = Mover(config.role, self._planes, packer, rendezvous, staging=config.staging, timeouts=timeouts)
         links = Links(self._identity, registry, mover, timeouts=timeouts, limits=limits)
         self._shell = Shell(config, registry, packer, mover, links, rendezvous)
         self._pools_ready = asyncio.Event()
@@ -79,11 +81,11 @@ class Agent:
     # --- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Bind the control plane and register the staging memory.
+        """Bind the control plane. Where only one transport is offered, start it and register the staging memory there.
 
         Raises:
-            ConfigError: the address cannot be bound.
-            TransportError: the data plane cannot be set up.
+            ConfigError: the address cannot be bound, or the only transport is not installed.
+            TransportError: the only transport cannot be set up.
         """
         if self._state != "new":
             raise LocalProtocolError("an agent starts once")
@@ -221,12 +223,13 @@ class Agent:
         return await Receiving(self._shell, call, sources, wanted).run()
 
     def stats(self) -> dict[str, Any]:
-        """Counts for tests and operators: slots, transfers, tasks, links, launches."""
+        """Counts for tests and operators: slots, transfers, tasks, transports, links, launches."""
         shell = self._shell
         gathers, scatters = shell.packer.launches
         return {
             **shell.mover.stats(),
             "links": len(shell.links.peers),
+            "link_transports": {peer.name: peer.transport for peer in shell.links.peers},
             "handshakes": shell.links.handshakes,
             "unmatched": shell.rendezvous.unmatched,
             "gather_launches": gathers,
@@ -248,7 +251,7 @@ class Agent:
             config.model,
             self._shell.packer.check_complete(),
             config.owns,
-            self._transport.backend,
+            self._planes.offered,
             config.staging.slot_bytes,
         )
 

@@ -2,17 +2,26 @@
 
 A TCP stream does not lose single frames; it breaks. Then `messages` ends or raises, and whoever owns the connection decides
 what that means for its transfers.
+
+Messages that nobody waits for leave together with the next one, at the latest in the next turn of the loop, and those that
+came together are read together: a system call and a wake-up of the peer cost more than a message.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
+from typing import Final
 
 from rdma_kv.errors import PeerLostError, RemoteProtocolError
-from rdma_kv.messages import FRAME_HEADER, MAX_FRAME_BYTES, ControlMessage, decode, encode
+from rdma_kv.messages import FRAME_HEADER, MAX_FRAME_BYTES, Ack, ControlMessage, Release, decode, encode
 
-CLOSE_S = 1.0  # for what is queued, while closing
+CLOSE_S: Final = 1.0  # for what is queued, while closing
+READ_BYTES: Final = 64 << 10
+TURN_S: Final = 0.001  # of messages that have come, before the loop gets its turn
+_CAN_WAIT: Final = (Ack, Release)
+_MOST_UNSENT_BYTES: Final = 64 << 10
 
 
 class Connection:
@@ -30,6 +39,10 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self._send_buffer_bytes = send_buffer_bytes
+        self._unsent: list[bytes] = []  # frames
+        self._unsent_bytes = 0
+        self._received = bytearray()
+        self._turn_ends = 0.0
         self._closed: asyncio.Task[None] | None = None
 
     @property
@@ -46,12 +59,22 @@ class Connection:
         frame = encode(message)
         if self._writer.is_closing():
             raise PeerLostError(self.name, "the control stream is closed")
-        self._writer.write(frame)
+        self._unsent.append(frame)
+        self._unsent_bytes += len(frame)
+        if not isinstance(message, _CAN_WAIT) or self._unsent_bytes > _MOST_UNSENT_BYTES:
+            self._send_all()
+        elif len(self._unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._send_all)
         if self._writer.transport.get_write_buffer_size() > self._send_buffer_bytes:
             self._writer.transport.abort()
             raise PeerLostError(
                 self.name, f"does not read its control stream: {self._send_buffer_bytes} bytes are waiting"
             )
+
+    def _send_all(self) -> None:
+        frames, self._unsent, self._unsent_bytes = self._unsent, [], 0
+        if frames and not self._writer.is_closing():
+            self._writer.write(b"".join(frames))
 
     async def receive(self) -> ControlMessage | None:
         """The next message; None at a clean end of the stream.
@@ -60,24 +83,35 @@ class Connection:
             PeerLostError: the stream broke, also in the middle of a frame.
             RemoteProtocolError: a frame that is too large or unreadable.
         """
-        try:
+        while (body := self._next_frame()) is None:
             try:
-                header = await self._reader.readexactly(FRAME_HEADER.size)
-            except asyncio.IncompleteReadError as exc:
-                if not exc.partial:
-                    return None
-                raise
-            (length,) = FRAME_HEADER.unpack(header)
-            if length > MAX_FRAME_BYTES:
-                raise RemoteProtocolError(
-                    self.name, f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}"
-                )
-            body = await self._reader.readexactly(length)
-        except asyncio.IncompleteReadError as exc:
-            raise PeerLostError(self.name, "the control stream broke inside a frame") from exc
-        except OSError as exc:
-            raise PeerLostError(self.name, f"the control stream broke: {exc}") from exc
+                more = await self._reader.read(READ_BYTES)
+            except OSError as exc:
+                raise PeerLostError(self.name, f"the control stream broke: {exc}") from exc
+            self._turn_ends = time.perf_counter() + TURN_S
+            if not more:
+                if self._received:
+                    raise PeerLostError(self.name, "the control stream broke inside a frame")
+                return None
+            self._received += more
+        if time.perf_counter() >= self._turn_ends:
+            await asyncio.sleep(0)
+            self._turn_ends = time.perf_counter() + TURN_S
         return decode(self.name, body)
+
+    def _next_frame(self) -> bytes | None:
+        """Take the body of the next frame out of what has come, if it is there whole."""
+        start = FRAME_HEADER.size
+        if len(self._received) < start:
+            return None
+        (length,) = FRAME_HEADER.unpack_from(self._received)
+        if length > MAX_FRAME_BYTES:
+            raise RemoteProtocolError(self.name, f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        if len(self._received) < start + length:
+            return None
+        body = bytes(memoryview(self._received)[start : start + length])
+        del self._received[: start + length]
+        return body
 
     async def messages(self) -> AsyncIterator[ControlMessage]:
         """All messages until a clean end."""
@@ -87,6 +121,7 @@ class Connection:
     async def close(self) -> None:
         """Send what is queued, then close. Idempotent, and bounded: a peer that does not read is cut off."""
         if self._closed is None:
+            self._send_all()
             self._writer.close()
             # A task of its own: a cancelled `wait_closed` would leave every later one cancelled too.
             self._closed = asyncio.create_task(self._writer.wait_closed(), name=f"close {self.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +17,26 @@ ByteArray = npt.NDArray[np.uint8]
 
 
 class HostMemory:
-    """Page-aligned anonymous memory, owned by this object.
+    """Page-aligned anonymous memory, owned by this object, in huge pages where the system has them.
+
+    It is not there in a child process that is forked, unless it is shared: a child's copy-on-write would move pages of
+    ours away from under a transport.
+
+    Args:
+        shared: with children that are forked later, who see what is written here.
 
     Attributes:
         address: first byte.
         length_bytes: extent.
     """
 
-    def __init__(self, length_bytes: int) -> None:
-        self._map = mmap.mmap(-1, length_bytes)
+    def __init__(self, length_bytes: int, *, shared: bool = False) -> None:
+        kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+        self._map = mmap.mmap(-1, length_bytes, flags=kind | mmap.MAP_ANONYMOUS)
+        if not shared:
+            self._map.madvise(mmap.MADV_DONTFORK)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self.view.ctypes.data)
         self.length_bytes = length_bytes

@@ -22,6 +22,7 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_SLOTS_PER_MESSAGE = 4096  # of a GRANT or RELEASE; more go in several
 MAX_COUNT = (1 << 31) - 1
 MAX_TEXT = 2048  # characters
+MAX_TRANSPORTS = 8  # that an agent offers
 FRAME_HEADER = struct.Struct(">I")
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -78,6 +79,8 @@ class Hello(Message, frozen=True, tag="hello"):
         rank: the lowest rank that this agent owns; part of its identity.
         incarnation: 16 random bytes of this process life.
         owns: (replica, rank) of everything this agent owns.
+        transports: data planes that I can use, the best first. The link uses the first of the prefill side's list that
+            the decode side has too.
         slot_bytes: my staging slot; a chunk is at most the smaller of both sides' slots.
     """
 
@@ -92,7 +95,7 @@ class Hello(Message, frozen=True, tag="hello"):
     fingerprint: Text
     components: Annotated[list[ComponentFacts], Meta(min_length=1, max_length=64)]
     owns: Annotated[list[tuple[Index, Index]], Meta(min_length=1, max_length=65536)]
-    transport: Name
+    transports: Annotated[list[Name], Meta(min_length=1, max_length=MAX_TRANSPORTS)]
     slot_bytes: Size
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -58,10 +58,13 @@ from rdma_kv.protocol.actions import (
 from rdma_kv.protocol.incoming import IncomingState, IncomingTransfer
 from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
-from rdma_kv.transport.base import NOT_POSTED, Endpoint, Transport, WritePair
+from rdma_kv.transport.base import NOT_POSTED, Endpoint, WritePair
+from rdma_kv.transport.planes import Planes
 from rdma_kv.types import Descriptor, Interval, Region, Role
 
 logger = logging.getLogger(__name__)
+
+_LINGER_S = 0.1  # of listening; each change of mind costs a message, and with NIXL polling meanwhile costs little
 
 _RETAINED: list[HostMemory] = []
 """Staging whose agent has closed while a transport may still have touched it: kept until the process exits."""
@@ -133,7 +136,7 @@ class Mover:
     def __init__(
         self,
         role: Role,
-        transport: Transport,
+        planes: Planes,
         packer: SlotWorker,
         matchmaker: Matchmaker,
         *,
@@ -141,19 +144,21 @@ class Mover:
         timeouts: Timeouts,
     ) -> None:
         self._role = role
-        self._transport = transport
+        self._planes = planes
         self._packer = packer
         self._matchmaker = matchmaker
         self._staging = staging
         self._timeouts = timeouts
         self._pool = SlotPool(staging.slots)
         self._memory = HostMemory(staging.slots * staging.slot_bytes)
-        self._region: Region | None = None
         self._entries: dict[tuple[str, int], Entry] = {}  # numbered transfers, by (peer, number)
         self._sending: dict[tuple[str, TransferName], Entry] = {}  # sends under way, by peer and name
         self._expecting: dict[tuple[str, TransferName], Entry] = {}  # receives without OFFER, by peer and name
         self._endings: dict[str, asyncio.Task[None]] = {}  # data links that are being closed, by peer
-        self._wanting: dict[Entry, None] = {}  # who can use a slot, in the order of their turns
+        self._wanting: dict[
+            str, dict[Entry, None]
+        ] = {}  # who can use a slot, by peer, both in the order of their turns
+        self._unanswered: dict[Entry, None] = {}  # whose peer waits for the first GRANT
         self._handing_out = False
         self._quiet = asyncio.Event()  # no transfer is on its way to an end
         self._tasks = Tasks()
@@ -165,8 +170,7 @@ class Mover:
     # --- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        await self._transport.start()
-        self._region = await self._transport.register(self._memory.address, self._memory.length_bytes)
+        await self._planes.start(self._memory.address, self._memory.length_bytes)
 
     async def close(self) -> None:
         """Fail what is under way, wait (bounded) until it has settled, and end the data plane."""
@@ -183,7 +187,7 @@ class Mover:
         except TimeoutError:
             logger.warning("closing while %d transfers have not settled", len(self._entries))
         self._closed = True
-        await self._transport.close()
+        await self._planes.close()
         await self._tasks.close()
         for entry in entries:
             if entry.timer is not None:
@@ -192,23 +196,31 @@ class Mover:
             _RETAINED.append(self._memory)
 
     def stats(self) -> dict[str, Any]:
-        """Slots, transfers and tasks: `free + sum(held) == total`."""
+        """Slots, transfers, transports and tasks: `free + sum(held) == total`."""
         return {
             "slots_total": self._pool.total,
             "slots_free": self._pool.free,
             "slots_held": {f"{peer}:{reason.value}": n for (peer, reason), n in self._pool.held().items()},
             "transfers": len(self._entries) + len(self._expecting),
+            "transports": self._planes.states(),
             "tasks": len(self._tasks),
             "counters": dict(self.counters),
         }
 
     # --- transfers -----------------------------------------------------------------------------------------------------
 
-    def open_outgoing(self, peer: Peer, make: Callable[[int], OutgoingTransfer], tables: PageTables) -> Entry:
+    def open_outgoing(
+        self,
+        peer: Peer,
+        make: Callable[[int], OutgoingTransfer],
+        tables: PageTables,
+        pushes: Iterable[tuple[int, Interval, Interval]],
+    ) -> Entry:
         """Offer a transfer to a peer.
 
         Args:
             make: makes the machine for the link's next number.
+            pushes: what is ready already, as for `push`.
         """
         number = peer.numbers.take()
         entry = self._entry(peer, make(number), tables)
@@ -217,9 +229,12 @@ class Mover:
         if peer.lost is not None:
             self._perform(entry, entry.machine.link_lost(peer.lost, self._now()))
             return entry
+        self._planes.prepare(peer.transport)  # both sides start theirs while they look for each other
+        if peer.unwritable is not None and peer.regions is not None:
+            self._make_writable(peer, peer.regions)  # what failed for another transfer may work now
         machine = entry.machine
         assert isinstance(machine, OutgoingTransfer)
-        self._perform(entry, machine.offer())
+        self._perform(entry, machine.offer(pushes))
         return entry
 
     def open_incoming(self, peer: Peer, machine: IncomingTransfer, tables: PageTables) -> Entry:
@@ -242,6 +257,7 @@ class Mover:
         if peer.lost is not None:
             self._perform(entry, machine.link_lost(peer.lost, self._now()))
             return entry
+        self._planes.prepare(peer.transport)
         self._arm(entry)
         offer = self._matchmaker.take_offer(peer, name)
         if offer is not None:
@@ -445,24 +461,28 @@ class Mover:
         if peer.regions is not None:
             raise RemoteProtocolError(str(peer.id), "a second REGIONS")
         peer.regions = message
-        if self._closing:
-            return
-        peer.writable = self._tasks.spawn(self._connect(peer, message.metadata), f"connect {peer.name}")
+        if not self._closing:
+            self._make_writable(peer, message)
+
+    def _make_writable(self, peer: Peer, regions: Regions) -> None:
+        peer.unwritable = None
+        peer.writable = self._tasks.spawn(self._connect(peer, regions.metadata), f"connect {peer.name}")
 
     async def _connect(self, peer: Peer, metadata: bytes) -> None:
         """Make the peer's slots writable. A failure is kept for the WRITEs that await it."""
         try:
-            peer.endpoint = await self._endpoint(peer)
+            peer.endpoint, _ = await self._endpoint(peer)
             await peer.endpoint.connect(metadata)
         except RdmaKvError as exc:
             peer.unwritable = exc
 
-    async def _endpoint(self, peer: Peer) -> Endpoint:
-        """The data link to a peer; a link before it to the same incarnation has ended first."""
+    async def _endpoint(self, peer: Peer) -> tuple[Endpoint, Region]:
+        """The data link to a peer, and our staging there; a link before it to the same incarnation has ended first."""
         ending = self._endings.get(peer.name)
         if ending is not None:
             await asyncio.wait([ending])
-        return self._transport.endpoint(peer.name)
+        plane = await self._planes.plane(peer.transport)
+        return plane.transport.endpoint(peer.name), plane.staging
 
     def _remote_slots(self, peer: Peer) -> int:
         if peer.regions is None:
@@ -471,16 +491,17 @@ class Mover:
 
     async def _export(self, peer: Peer) -> None:
         """Tell an initiator where our staging lies, before its first GRANT."""
-        peer.endpoint = await self._endpoint(peer)
+        peer.endpoint, region = await self._endpoint(peer)
         peer.endpoint.on_notification(lambda body: self._on_notification(peer, body))
         metadata = await peer.endpoint.metadata()
-        assert self._region is not None
         staging = self._staging
-        peer.send(Regions(self._region.address, staging.slots, staging.slot_bytes, self._region.device, metadata))
+        peer.send(Regions(region.address, staging.slots, staging.slot_bytes, region.device, metadata))
 
     def _exported(self, peer: Peer, task: asyncio.Task[None]) -> None:
-        """REGIONS is out: grants can follow. Or it cannot be: what waits for it fails."""
+        """REGIONS is out: grants can follow. Or it cannot be: what waits fails, and the next transfer tries again."""
         error = None if task.cancelled() else task.exception()
+        if error is not None and peer.exported is task:
+            peer.exported = None
         for entry in [e for e in self._entries.values() if e.peer is peer]:
             if isinstance(error, RdmaKvError):
                 self._perform(entry, entry.machine.fail(error, self._now()))
@@ -545,12 +566,30 @@ class Mover:
             case KeepSlot(slot):
                 self._pool.change(slot, Hold.UNPROVEN)
             case Listen(on):
-                endpoint = entry.peer.endpoint
-                if endpoint is not None:
-                    endpoint.listen() if on else endpoint.unlisten()
+                self._listen(entry.peer, on=on)
             case Finished(error):
                 if not entry.outcome.done():
                     entry.outcome.set_result(error)
+
+    def _listen(self, peer: Peer, *, on: bool) -> None:
+        """Listen to a peer's notifications, and a little beyond the last transfer, as the next one may follow at once."""
+        if peer.endpoint is None:
+            return
+        if on:
+            if peer.lingering is None:
+                peer.endpoint.listen()
+            else:
+                peer.lingering.cancel()
+                peer.lingering = None
+        elif peer.lingering is None:
+            peer.lingering = asyncio.get_running_loop().call_later(_LINGER_S, self._unlisten, peer, peer.endpoint)
+        else:
+            peer.endpoint.unlisten()
+
+    def _unlisten(self, peer: Peer, endpoint: Endpoint) -> None:
+        peer.lingering = None
+        if peer.lost is None and not self._closed:
+            endpoint.unlisten()
 
     async def _gather(self, entry: Entry, slot: SlotRef, box: Box) -> None:
         machine = entry.machine
@@ -582,11 +621,11 @@ class Mover:
         posted = False
         try:
             if peer.writable is None or peer.regions is None:
-                raise TransportError(self._transport.backend, NOT_POSTED, "no data link")
+                raise TransportError(peer.transport, NOT_POSTED, "no data link")
             await asyncio.shield(peer.writable)
             if peer.unwritable is not None or peer.endpoint is None:
                 raise TransportError(
-                    self._transport.backend, NOT_POSTED, f"no data link: {peer.unwritable}"
+                    peer.transport, NOT_POSTED, f"no data link: {peer.unwritable}"
                 ) from peer.unwritable
             num_bytes = machine.plan.box_bytes(box)
             remote = peer.regions.address + target.index * peer.regions.slot_bytes
@@ -609,7 +648,7 @@ class Mover:
             self._perform(entry, machine.write_failed(slot, error, self._now(), posted=posted))
             return
         except asyncio.CancelledError:
-            error = TransportError(self._transport.backend, "closed", "the data link was closed")
+            error = TransportError(peer.transport, "closed", "the data link was closed")
             self._perform(entry, machine.write_failed(slot, error, self._now(), posted=posted))
             raise
         entry.times.write += self._now() - begin
@@ -630,60 +669,66 @@ class Mover:
     # --- slots ---------------------------------------------------------------------------------------------------------
 
     def _hand_out_slots(self) -> None:
-        """One slot at a time, round robin over the transfers that can use one."""
-        if self._handing_out:
+        """One slot at a time: round robin over the peers, and over the transfers of each that can use one."""
+        if self._handing_out or not (self._wanting or self._unanswered):
             return
         self._handing_out = True
         try:
-            grants: dict[Entry, list[SlotRef]] = {}
-            blocked: dict[Entry, None] = {}
-            refused: set[str] = set()  # peers for which there is no slot in this round
-            while self._wanting:
-                entry = next(iter(self._wanting))
-                del self._wanting[entry]
-                if not self._serve(entry, grants, refused):
-                    blocked[entry] = None
-                    refused.add(entry.peer.name)
-            self._wanting = blocked
+            grants: dict[Entry, list[SlotRef]] = {entry: [] for entry in self._unanswered}
+            self._unanswered.clear()
+            peers = deque(self._wanting)
+            while peers:
+                name = peers.popleft()
+                if self._serve(name, grants):
+                    self._wanting[name] = self._wanting.pop(name, {})  # behind the others, also next time
+                    peers.append(name)
+                elif not self._wanting.get(name, True):
+                    del self._wanting[name]
             for entry, slots in grants.items():
                 assert isinstance(entry.machine, IncomingTransfer)
                 self._perform(entry, entry.machine.grant(slots))
         finally:
             self._handing_out = False
 
-    def _serve(self, entry: Entry, grants: dict[Entry, list[SlotRef]], refused: set[str]) -> bool:
-        """Give one slot to a transfer, if it still wants one. False: it does, and there is none for it now."""
-        machine = entry.machine
-        if isinstance(machine, OutgoingTransfer):
-            if entry.peer.name in refused or not machine.runnable:
-                return not machine.runnable
-            slot = self._pool.acquire(entry.peer.name, Hold.GATHER)
-            if slot is not None:
-                self._perform(entry, machine.start_box(slot))
-            return slot is not None
-        given = grants.setdefault(entry, []) if machine.must_answer else grants.get(entry, [])
-        if machine.wanting <= len(given):
-            return True
-        if entry.peer.name in refused:
-            return False
-        slot = self._pool.acquire(entry.peer.name, Hold.GRANTED)
-        if slot is None:
-            return False
-        grants[entry] = [*given, slot]
-        self._wanting[entry] = None
-        return True
+    def _serve(self, name: str, grants: dict[Entry, list[SlotRef]]) -> bool:
+        """Give one slot to a transfer with that peer. False: none wants one, or there is none for this peer now."""
+        wanting = self._wanting.get(name, {})
+        while wanting and self._pool.can_acquire(name):
+            entry = next(iter(wanting))
+            del wanting[entry]
+            machine = entry.machine
+            if isinstance(machine, OutgoingTransfer):
+                if machine.runnable:
+                    self._perform(entry, machine.start_box(self._acquire(name, Hold.GATHER)))
+                    return True
+                continue
+            missing = machine.wanting - len(grants.get(entry, ()))
+            if missing > 0:
+                grants.setdefault(entry, []).append(self._acquire(name, Hold.GRANTED))
+                if missing > 1:
+                    wanting[entry] = None
+                return True
+        return False
+
+    def _acquire(self, name: str, reason: Hold) -> SlotRef:
+        slot = self._pool.acquire(name, reason)
+        assert slot is not None, "can_acquire was asked"
+        return slot
 
     def _note_wanting(self, entry: Entry) -> None:
-        machine = entry.machine
+        machine, name = entry.machine, entry.peer.name
         if isinstance(machine, OutgoingTransfer):
             wants = machine.runnable
         else:
             exported = entry.peer.exported
-            wants = exported is not None and _succeeded(exported) and (machine.wanting > 0 or machine.must_answer)
+            ready = exported is not None and _succeeded(exported)
+            wants = ready and machine.wanting > 0
+            if ready and machine.must_answer:
+                self._unanswered[entry] = None
         if wants:
-            self._wanting.setdefault(entry)
-        else:
-            self._wanting.pop(entry, None)
+            self._wanting.setdefault(name, {}).setdefault(entry)
+        elif (others := self._wanting.get(name)) is not None:
+            others.pop(entry, None)
 
     def _address(self, slot: SlotRef) -> int:
         return self._memory.address + slot.index * self._staging.slot_bytes
@@ -717,7 +762,8 @@ class Mover:
     def _forget(self, entry: Entry) -> None:
         machine = entry.machine
         self._entries.pop((entry.peer.name, machine.number), None)
-        self._wanting.pop(entry, None)
+        self._wanting.get(entry.peer.name, {}).pop(entry, None)
+        self._unanswered.pop(entry, None)
         place = (entry.peer.name, _name_of(machine))
         for table in (self._expecting, self._sending):
             if table.get(place) is entry:

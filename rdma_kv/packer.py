@@ -9,9 +9,11 @@ on the event loop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,10 @@ from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.types import Owned, Role
 
 Int64Array = npt.NDArray[np.int64]
+
+_LAUNCH_BYTES = 2 << 20
+"""A launch on the host takes no more once it has so many bytes: its boxes are all done only when the last one is, and
+their WRITEs, or slots, wait so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,34 +202,74 @@ class Packer:
         await self._scatters.run(chunk)
 
 
-@dataclass
-class _Batcher:
-    """Runs a kernel on the worker thread over everything that waits at that moment."""
+_Waiting = tuple[Chunk, asyncio.Future[None]]
 
-    kernel: Callable[[Sequence[Chunk]], None]
-    executor: ThreadPoolExecutor
-    launches: int = 0
-    _waiting: list[tuple[Chunk, asyncio.Future[None]]] = field(default_factory=list)
-    _running: asyncio.Task[None] | None = None
+
+class _Batcher:
+    """Runs a kernel on the worker thread over everything that waits at that moment.
+
+    The thread takes the next launch by itself: while the loop is busy, with the copying of a transport for instance, the
+    work goes on.
+    """
+
+    def __init__(self, kernel: Callable[[Sequence[Chunk]], None], executor: ThreadPoolExecutor) -> None:
+        self.kernel = kernel
+        self.launches = 0
+        self._executor = executor
+        self._lock = threading.Lock()  # of the two below
+        self._waiting: list[_Waiting] = []
+        self._running = False
 
     async def run(self, chunk: Chunk) -> None:
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append((chunk, done))
-        if self._running is None:
-            self._running = asyncio.create_task(self._drain())
-        await asyncio.shield(done)
-
-    async def _drain(self) -> None:
+        """Returns when the kernel is done with `chunk`. A launch goes on if the caller is cancelled."""
         loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
+        done: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            self._waiting.append((chunk, done))
+            begin, self._running = not self._running, True
+        if begin:
+            loop.call_soon(self._begin, loop)  # with what else gets ready in this turn of the loop
+        await done
+
+    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
+        try:
+            self._executor.submit(self._work, loop)
+        except RuntimeError as exc:  # the executor was shut down
+            with self._lock:
+                waiting, self._waiting, self._running = self._waiting, [], False
+            _settle(waiting, exc)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        """On the worker thread."""
+        while batch := self._next():
             self.launches += 1
+            error = None
             try:
-                await loop.run_in_executor(self.executor, self.kernel, [chunk for chunk, _ in batch])
+                self.kernel([chunk for chunk, _ in batch])
             except Exception as exc:  # noqa: BLE001 - reported to every caller of this launch
-                for _, done in batch:
-                    done.set_exception(exc)
-            else:
-                for _, done in batch:
-                    done.set_result(None)
-        self._running = None
+                error = exc
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(_settle, batch, error)
+
+    def _next(self) -> list[_Waiting]:
+        """Take what goes into one launch: everything, or as much as is not worth waiting for the rest."""
+        with self._lock:
+            count = num_bytes = 0
+            for chunk, _ in self._waiting:
+                count += 1
+                num_bytes += chunk.packed_bytes
+                if num_bytes >= _LAUNCH_BYTES:
+                    break
+            batch, self._waiting = self._waiting[:count], self._waiting[count:]
+            self._running = bool(batch)
+        return batch
+
+
+def _settle(batch: Sequence[_Waiting], error: Exception | None) -> None:
+    for _, done in batch:
+        if done.done():
+            continue
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)

@@ -84,23 +84,27 @@ class Peer:
     """One live link to one incarnation of one remote agent.
 
     Attributes:
+        transport: the data plane that both sides chose for this link.
         endpoint: the data link; None until a transfer needs it.
         regions: where its staging lies; None until it told us.
         writable: done when the data link can be written to, or cannot be and `unwritable` says why.
         exported: done when our own staging was told to it.
         early: notifications that overtook their OFFER.
+        lingering: the end of listening after the last transfer, while it is put off.
         lost: why the link has ended.
     """
 
     identity: Identity
     connection: Connection
     numbers: Numbers
+    transport: str
     endpoint: Endpoint | None = None
     regions: Regions | None = None
     writable: asyncio.Task[None] | None = None
     unwritable: RdmaKvError | None = None
     exported: asyncio.Task[None] | None = None
     early: list[Notification] = field(default_factory=list)
+    lingering: asyncio.TimerHandle | None = None
     lost: RdmaKvError | None = None
     name: str = field(init=False)
 
@@ -387,7 +391,7 @@ class Links:
             connection.send(link.own.hello())
         self.handshakes += 1
         connection.name = str(remote.id)
-        peer = Peer(remote, connection, self._numbers_of(remote))
+        peer = Peer(remote, connection, self._numbers_of(remote), link.transport)
         self._peers[remote.id] = peer
         self._tasks.spawn(self._read(peer, link), f"read {peer.name}")
         dial = self._dials.pop(remote.id, None)

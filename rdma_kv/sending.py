@@ -185,9 +185,7 @@ class Sending:
             )
 
         expect = shell.rendezvous.take_expect(peer, self._place, ReplicaId(peer.id.engine, route.decode_replica))
-        entry = shell.mover.open_outgoing(peer, make, call.tables)
-        for push in self._pushes:
-            shell.mover.push(entry, *push)
+        entry = shell.mover.open_outgoing(peer, make, call.tables, self._pushes)
         if expect is not None:
             shell.mover.use_grants_ahead(entry, expect)
         if self._state == "finished":

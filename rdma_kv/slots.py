@@ -7,7 +7,7 @@ transport may still touch stays held until its owner has a proof and releases it
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -46,7 +46,7 @@ class SlotPool:
         if total < 2:
             raise ConfigError("slots", f"{total} staging slots; at least 2 are needed")
         self.total = total
-        self._free: deque[int] = deque(range(total))
+        self._free = list(reversed(range(total)))  # the last one freed is the next one used: it is in the cache
         self._epochs = [0] * total
         self._holds: dict[int, tuple[str, Hold]] = {}
         self._per_peer: Counter[str] = Counter()
@@ -71,7 +71,7 @@ class SlotPool:
         """A free slot under a new epoch, or None where none is free or `peer` is at its quota."""
         if not self.can_acquire(peer):
             return None
-        index = self._free.popleft()
+        index = self._free.pop()
         self._epochs[index] += 1
         self._holds[index] = (peer, reason)
         self._per_peer[peer] += 1

@@ -15,6 +15,7 @@ DEFAULT_SIZES = "8,64K,1M,16M,256M,1024x64K,65536x4K"
 _FACTORS = {"": 1, "K": 1 << 10, "M": 1 << 20}
 _SIZE = re.compile(r"(?:(\d+)x)?(\d+)([KM]?)")
 _MOST_BYTES = 1 << 30
+_SLOT_BYTES = 4 << 20  # as staging slots have by default
 _SRC_ORDER, _DST_ORDER = 1, 2  # seeds
 
 Int64Array = npt.NDArray[np.int64]
@@ -56,6 +57,12 @@ class Case:
         """Operations of one turn: the median of them is one sample."""
         return max(1, min(100, (64 << 20) // self.total_bytes))
 
+    @property
+    def parts(self) -> list[slice]:
+        """The pieces of each staging slot, in order: a transport of ours gathers and writes them one after the other."""
+        step = max(1, _SLOT_BYTES // self.piece_bytes) if self.scattered else 1
+        return [slice(first, min(first + step, self.pieces)) for first in range(0, self.pieces, step)]
+
     def src_offsets(self) -> Int64Array:
         """Where piece i lies at the source, int64 `[pieces]`, bytes: all pieces back to back, in disorder."""
         return self._offsets(_SRC_ORDER)
@@ -64,17 +71,20 @@ class Case:
         """Where piece i belongs at the target; as `src_offsets`, in another order."""
         return self._offsets(_DST_ORDER)
 
-    def chunk(self, packed_address: int, paged_address: int, offsets: Int64Array) -> Chunk:
-        """What a gather or scatter launch gets."""
-        return Chunk(
-            packed_address=packed_address,
-            pointers=np.array([[paged_address]], dtype=np.int64),
-            token_pool=np.zeros(self.pieces, dtype=np.int32),
-            token_offset=offsets,
-            heads=1,
-            head_stride=self.piece_bytes,
-            row_bytes=self.piece_bytes,
-        )
+    def chunks(self, packed_address: int, paged_address: int, offsets: Int64Array) -> list[Chunk]:
+        """What a gather or scatter launch gets, for each of the `parts`."""
+        return [
+            Chunk(
+                packed_address=packed_address + part.start * self.piece_bytes,
+                pointers=np.array([[paged_address]], dtype=np.int64),
+                token_pool=np.zeros(part.stop - part.start, dtype=np.int32),
+                token_offset=offsets[part],
+                heads=1,
+                head_stride=self.piece_bytes,
+                row_bytes=self.piece_bytes,
+            )
+            for part in self.parts
+        ]
 
     def rows(self, memory: Bytes) -> Bytes:
         """The first bytes of `memory` as uint8 `[pieces, piece_bytes]`."""

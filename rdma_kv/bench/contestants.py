@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from rdma_kv.bench.cases import Case
 from rdma_kv.errors import RdmaKvError, TransportError
+from rdma_kv.kernels.launch import Chunk
 from rdma_kv.kernels.reference import gather, scatter
 from rdma_kv.memory import HostMemory
 from rdma_kv.transport.base import Endpoint, Transport, WritePair
@@ -100,14 +101,16 @@ class OurTarget:
         return self._landing.arrived(Case(*wire))
 
     async def run(self, wire: Wire, count: int) -> None:
-        """Let `count` operations happen."""
+        """Let `count` operations happen. Parts are scattered as they come, whichever comes first."""
         case, endpoint = Case(*wire), _there(self._endpoint)
-        chunk = case.chunk(self._landing.memory.address, self._landing.pages.address, case.dst_offsets())
+        chunks = case.chunks(self._landing.memory.address, self._landing.pages.address, case.dst_offsets())
         endpoint.listen()
         for _ in range(count):
-            await self._came.get()
+            for _ in chunks:
+                number = int.from_bytes(await self._came.get(), "little")
+                if case.unpack:
+                    await asyncio.to_thread(scatter, [chunks[number]])
             if case.unpack:
-                await asyncio.to_thread(scatter, [chunk])
                 await endpoint.notify(_PROMPT)
         endpoint.unlisten()
 
@@ -139,23 +142,39 @@ class OurInitiator:
     async def run(self, wire: Wire, count: int) -> list[float]:
         """Seconds of each operation."""
         case, endpoint = Case(*wire), _there(self._endpoint)
-        chunk = case.chunk(self._staging.address, self._source.address, case.src_offsets())
-        at = self._staging.address if case.scattered else self._source.address
+        chunks = case.chunks(self._staging.address, self._source.address, case.src_offsets())
         if case.unpack:
             endpoint.listen()
         took_s = []
         for _ in range(count):
             begin = time.perf_counter()
             if case.scattered:
-                await asyncio.to_thread(gather, [chunk])
-            size = case.total_bytes
-            await endpoint.write([WritePair(Descriptor(at, size), Descriptor(self._remote, size))], _PROMPT)
+                await self._write_packed(endpoint, case, chunks)
+            else:
+                await self._write(endpoint, case, self._source.address, 0)
             if case.unpack:
                 await self._came.get()
             took_s.append(time.perf_counter() - begin)
         if case.unpack:
             endpoint.unlisten()
         return took_s
+
+    async def _write_packed(self, endpoint: Endpoint, case: Case, chunks: Sequence[Chunk]) -> None:
+        """While one part is written the next is gathered, as in a transfer."""
+        writing: asyncio.Task[None] | None = None
+        for number, chunk in enumerate(chunks):
+            await asyncio.to_thread(gather, [chunk])
+            if writing is not None:
+                await writing
+            writing = asyncio.create_task(self._write(endpoint, case, self._staging.address, number))
+        if writing is not None:
+            await writing
+
+    async def _write(self, endpoint: Endpoint, case: Case, at: int, number: int) -> None:
+        part = case.parts[number]
+        offset, size = part.start * case.piece_bytes, (part.stop - part.start) * case.piece_bytes
+        pair = WritePair(Descriptor(at + offset, size), Descriptor(self._remote + offset, size))
+        await endpoint.write([pair], number.to_bytes(4, "little"))
 
     async def close(self) -> None:
         await self._transport.close()

@@ -1,7 +1,7 @@
 """Two connected agents: their CPU while nothing moves, and their event loops while KV moves.
 
-With NIXL each agent is a process of its own, forked before any thread or event loop exists; on loopback, which lives
-in one process, both are in one. This process only asks and waits, so it takes no core from them.
+Each agent is a process of its own, forked before any thread or event loop exists; on loopback, which lives in one
+process, both are in one. This process only asks and waits, so it takes no core from them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import TypeVar
 from rdma_kv.bench.member import CLUSTER, PAGE_BYTES, PAGE_TOKENS, TOPOLOGY, HostSpec, serve
 from rdma_kv.bench.rows import Progress, Row, percentile
 from rdma_kv.bench.wire import Answer, Channel, Check, Checked, Move, Moved, Question, Rest, Rested, Started, Stop
-from rdma_kv.errors import ConfigError, RdmaKvError
+from rdma_kv.errors import RdmaKvError
 from rdma_kv.registry.static import AgentRecord, EngineRecord, dump_registry
 from rdma_kv.topology import TieBreak
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
-from rdma_kv.transport.nixl import NixlTransport
+from rdma_kv.transport.named import TransportMaker, names
 from rdma_kv.transport.ucx_environment import prepare_ucx_environment
 from rdma_kv.types import AgentId, Role
 
@@ -46,6 +46,7 @@ class IdleOptions:
 
     Attributes:
         seconds: the idle window.
+        transport: `auto`, `ucx`, `nixl` or `loopback`.
         mib: size of one move.
     """
 
@@ -54,8 +55,7 @@ class IdleOptions:
     mib: int
 
     def __post_init__(self) -> None:
-        if self.transport not in {"nixl", "loopback"}:
-            raise ConfigError("--transport", f"{self.transport!r}; use nixl or loopback")
+        names(self.transport, option="--transport", also=("loopback",))
 
     @property
     def pages(self) -> int:
@@ -75,7 +75,7 @@ def measure_idle(options: IdleOptions, progress: Progress) -> list[Row]:
     Raises:
         RdmaKvError: an agent failed, ran out of time, or other bytes arrived than were sent.
     """
-    if options.transport == "nixl":
+    if options.transport != "loopback":
         prepare_ucx_environment(os.environ)
     with tempfile.TemporaryDirectory(prefix="rdma-kv-bench-") as folder:
         registry = Path(folder) / "registry.toml"
@@ -121,7 +121,8 @@ def _child(spec: HostSpec, transport: str, end: socket.socket, others: list[sock
 
     async def main() -> None:
         channel = Channel(*await asyncio.open_connection(sock=end))
-        make = NixlTransport if transport == "nixl" else partial(LoopbackTransport, LoopbackNetwork())
+        network = LoopbackNetwork()
+        make: str | TransportMaker = partial(LoopbackTransport, network) if transport == "loopback" else transport
         await serve(spec, channel, make)
 
     asyncio.run(main())
@@ -206,10 +207,11 @@ def _lag_rows(names: Sequence[str], moves: Sequence[Sequence[Moved]]) -> list[Ro
 
 def _speed_rows(options: IdleOptions, moves: Sequence[Sequence[Moved]]) -> list[Row]:
     num_bytes = options.mib << 20
-    lane = next((part.lane for part in moves[-1] if part.lane), "none")
+    sender = next((part for part in moves[-1] if part.lane), Moved(lane="none", transport="none"))
     return [
         Row(f"{options.mib} MiB of KV, push to done", num_bytes / statistics.median(map(_took_s, moves)) / 1e9, "GB/s"),
-        Row("lane", lane, ""),
+        Row("transport", sender.transport, ""),
+        Row("lane", sender.lane, ""),
     ]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from rdma_kv.layout import KvLayout
 from rdma_kv.registry.static import StaticRegistry
 from rdma_kv.session import AgentConfig
 from rdma_kv.topology import ModelSpec, Topology
-from rdma_kv.transport.base import Transport
+from rdma_kv.transport.named import TransportMaker
 from rdma_kv.types import ReplicaId, Role
 
 CLUSTER = "bench"
@@ -116,10 +116,12 @@ class Member:
         async with self.agent.send(job.key, 0, pages, tokens=job.tokens, to=ReplicaId(Role.DECODE.value, 0)) as out:
             await out.push()
         seconds = asyncio.get_running_loop().time() - begin
-        return Moved(seconds=seconds, lane="+".join(self.agent.stats()["lanes"]))
+        stats = self.agent.stats()
+        started = [name for name, state in stats["transports"].items() if state == "started"]
+        return Moved(seconds=seconds, lane="+".join(stats["lanes"]), transport="+".join(started))
 
 
-async def serve(spec: HostSpec, channel: Channel, transport: Callable[[str], Transport]) -> None:
+async def serve(spec: HostSpec, channel: Channel, transport: str | TransportMaker) -> None:
     """Be one measured process until the parent says Stop or is gone."""
     try:
         async with _members(spec, transport) as members:
@@ -132,7 +134,7 @@ async def serve(spec: HostSpec, channel: Channel, transport: Callable[[str], Tra
 
 
 @contextlib.asynccontextmanager
-async def _members(spec: HostSpec, transport: Callable[[str], Transport]) -> AsyncIterator[list[Member]]:
+async def _members(spec: HostSpec, transport: str | TransportMaker) -> AsyncIterator[list[Member]]:
     registry = StaticRegistry(spec.registry)
     async with contextlib.AsyncExitStack() as stack:
         members = []
@@ -174,6 +176,7 @@ async def _move(members: Sequence[Member], job: Move) -> Moved:
         seconds=max(part.seconds for part in parts),
         received_bytes=sum(part.received_bytes for part in parts),
         lane="".join(part.lane for part in parts),
+        transport="".join(part.transport for part in parts),
     )
 
 

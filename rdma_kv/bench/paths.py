@@ -31,24 +31,75 @@ from rdma_kv.bench.member import (
     STAGING,
     TOPOLOGY,
 )
+from rdma_kv.bench.worker import Worker
 from rdma_kv.config import Timeouts
-from rdma_kv.errors import RdmaKvError
+from rdma_kv.errors import ConfigError, RdmaKvError
 from rdma_kv.kernels.launch import Chunk
 from rdma_kv.kernels.reference import gather, scatter
 from rdma_kv.layout import KvLayout
 from rdma_kv.memory import HostMemory
 from rdma_kv.planner import token_offsets
-from rdma_kv.registry.static import StaticRegistry
+from rdma_kv.registry.static import AgentRecord, EngineRecord, StaticRegistry, dump_registry
 from rdma_kv.session import AgentConfig
+from rdma_kv.topology import TieBreak, Topology
 from rdma_kv.transport.base import Endpoint, Transport, WritePair
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
-from rdma_kv.types import Descriptor, ReplicaId, Role
+from rdma_kv.transport.named import names
+from rdma_kv.types import AgentId, Descriptor, ReplicaId, Role
 
 AGENT, BASELINE = "agent", "baseline"
 SLOTS = 2  # of the baseline, at each end
 SLOT_PAGES = STAGING.slot_bytes // PAGE_BYTES
 _TRANSFER_S = 100.0
 _ACK = b"a"
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """What a measurement of a prefill and a decode agent is asked for.
+
+    Attributes:
+        transport: `auto`, `ucx`, `nixl` or `loopback`.
+        repetitions: rounds that count, after one that does not.
+    """
+
+    transport: str = "nixl"
+    repetitions: int = 7
+
+    def __post_init__(self) -> None:
+        names(self.transport, option="--transport", also=("loopback",))
+        if self.repetitions < 1:
+            raise ConfigError("--repetitions", f"{self.repetitions} is not positive")
+
+    @property
+    def backend(self) -> str:
+        """What is measured: for `auto` what two agents of this installation choose, since the baseline needs one too."""
+        return names(self.transport, also=("loopback",))[0]
+
+    @property
+    def hosts(self) -> dict[str, tuple[Role, ...]]:
+        """The measured processes and their roles."""
+        if self.transport == "loopback":
+            return {"both agents": (Role.PREFILL, Role.DECODE)}
+        return {"prefill": (Role.PREFILL,), "decode": (Role.DECODE,)}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of the KV of one rank, both of K and V."""
+
+    layers: int
+    heads: int
+    row_bytes: int
+    page_tokens: int
+
+    @property
+    def page_bytes(self) -> int:
+        """Of all layers together."""
+        return self.layers * 2 * self.page_tokens * self.heads * self.row_bytes
+
+
+_GEOMETRY = Geometry(LAYERS, HEADS, ROW_BYTES, PAGE_TOKENS)
 
 
 @dataclass(frozen=True)
@@ -75,13 +126,19 @@ class PathSpec:
 class Pool:
     """One side's KV memory, NHD at both, all pages in use, in an order of its own."""
 
-    def __init__(self, role: Role, memory: HostMemory) -> None:
-        pages = memory.length_bytes // PAGE_BYTES
-        sizes = {"layers": LAYERS, "page_size": PAGE_TOKENS, "heads": HEADS, "row_bytes": ROW_BYTES}
+    def __init__(self, role: Role, memory: HostMemory, geometry: Geometry = _GEOMETRY) -> None:
+        pages = memory.length_bytes // geometry.page_bytes
         self.memory = memory
-        self.layout = KvLayout.nhd(pages=pages, **sizes)
+        self.geometry = geometry
+        self.layout = KvLayout.nhd(
+            layers=geometry.layers,
+            pages=pages,
+            page_size=geometry.page_tokens,
+            heads=geometry.heads,
+            row_bytes=geometry.row_bytes,
+        )
         self.pages: list[int] = np.random.default_rng(role is Role.DECODE).permutation(pages).tolist()
-        self._planes = memory.view.reshape(LAYERS * 2, pages, -1)
+        self._planes = memory.view.reshape(geometry.layers * 2, pages, -1)
         self._pointers = self.layout.pointers(np.array([memory.address], dtype=np.int64)).reshape(1, -1)
 
     def requests(self, count: int) -> list[list[int]]:
@@ -95,15 +152,15 @@ class Pool:
 
     def chunk(self, pages: Sequence[int], packed_address: int) -> Chunk:
         """All layers of some pages, as the kernels take it."""
-        tokens = np.arange(len(pages) * PAGE_TOKENS, dtype=np.int64)
+        tokens = np.arange(len(pages) * self.geometry.page_tokens, dtype=np.int64)
         return Chunk(
             packed_address=packed_address,
             pointers=self._pointers,
             token_pool=np.zeros(tokens.size, dtype=np.int32),
             token_offset=token_offsets(self.layout, np.array(pages, dtype=np.int64), tokens, 0),
-            heads=HEADS,
+            heads=self.geometry.heads,
             head_stride=self.layout.head_stride,
-            row_bytes=ROW_BYTES,
+            row_bytes=self.geometry.row_bytes,
         )
 
     def wrong_pages(self, sent: Pool) -> int:
@@ -232,7 +289,7 @@ class PathSide:
 
     async def start(self) -> dict[str, int]:
         """Ports by role."""
-        make = _maker(self._spec.backend)
+        make = transport_maker(self._spec.backend)
         self._members = {role: Member(self._spec, role, make) for role in self._spec.roles}
         return {role.value: await member.start(self._stack) for role, member in self._members.items()}
 
@@ -286,7 +343,34 @@ class PathSide:
         await self._stack.aclose()
 
 
-def _maker(backend: str) -> Callable[[str], Transport]:
+def connect_sides(workers: Sequence[Worker], registry: Path, topology: Topology) -> None:
+    """Start the sides, write the registry, and tell each what the other end of its own data link needs.
+
+    Args:
+        workers: sides with `start` (ports by role), `open` (what the other end needs, by role) and `connect`.
+        topology: of either engine, which is one agent of rank 0.
+
+    Raises:
+        RdmaKvError: one could not; its transport is not there, for instance.
+    """
+    ports: dict[str, int] = {}
+    opened: dict[str, object] = {}
+    for worker in workers:
+        ports |= worker.ask("start")
+        opened |= worker.ask("open")
+    engines = []
+    for role, port in ((Role(name), port) for name, port in ports.items()):
+        agent = AgentRecord(AgentId(CLUSTER, role.value, role, 0), "127.0.0.1", port, (0,))
+        engines.append(EngineRecord(role.value, role, topology, TieBreak.REPLICA, (agent,)))
+    registry.write_bytes(dump_registry(CLUSTER, engines))
+    for worker in workers:
+        worker.begin("connect", opened)
+    for worker in workers:
+        worker.result()
+
+
+def transport_maker(backend: str) -> Callable[[str], Transport]:
+    """Makes transports by name; those on loopback are of one network."""
     if backend != "loopback":
         return lambda name: make_transport(backend, name)
     network = LoopbackNetwork()

@@ -14,15 +14,13 @@ from pathlib import Path
 import numpy as np
 
 from rdma_kv.bench.goals import Bound, Meter, Missing, Relation, figure
-from rdma_kv.bench.member import CLUSTER, TOPOLOGY
-from rdma_kv.bench.paths import AGENT, BASELINE, PathSide, PathSpec
+from rdma_kv.bench.member import TOPOLOGY
+from rdma_kv.bench.paths import AGENT, BASELINE, PairOptions, PathSide, PathSpec, connect_sides
 from rdma_kv.bench.rows import Row
 from rdma_kv.bench.worker import Worker, ended
 from rdma_kv.errors import ConfigError, RdmaKvError
 from rdma_kv.memory import HostMemory
-from rdma_kv.registry.static import AgentRecord, EngineRecord, dump_registry
-from rdma_kv.topology import TieBreak
-from rdma_kv.types import AgentId, Role
+from rdma_kv.types import Role
 
 COUNTS = (1, 8, 64)  # requests that share a round's bytes
 BASELINE_GOAL = 0.9
@@ -32,32 +30,19 @@ _HOW = (AGENT, BASELINE)
 
 
 @dataclass(frozen=True)
-class TransferOptions:
+class TransferOptions(PairOptions):
     """What `rdma-kv bench transfer` was asked for.
 
     Attributes:
-        repetitions: rounds that count, after one that does not.
         mib: KV of one measurement, shared by 1, 8 or 64 requests.
     """
 
-    transport: str = "nixl"
-    repetitions: int = 7
     mib: int = 256
 
     def __post_init__(self) -> None:
-        if self.transport not in {"nixl", "ucx", "loopback"}:
-            raise ConfigError("--transport", f"{self.transport!r}; use nixl, ucx or loopback")
-        if self.repetitions < 1:
-            raise ConfigError("--repetitions", f"{self.repetitions} is not positive")
+        super().__post_init__()
         if self.mib < COUNTS[-1] or self.mib % COUNTS[-1]:
             raise ConfigError("--mib", f"{self.mib} is no multiple of {COUNTS[-1]}")
-
-    @property
-    def hosts(self) -> dict[str, tuple[Role, ...]]:
-        """The measured processes and their roles."""
-        if self.transport == "loopback":
-            return {"both agents": (Role.PREFILL, Role.DECODE)}
-        return {"prefill": (Role.PREFILL,), "decode": (Role.DECODE,)}
 
 
 @dataclass
@@ -87,9 +72,9 @@ def measure_transfer(options: TransferOptions, meter: Meter) -> list[Row]:
     """
     with _processes(options) as hosts:
         try:
-            _connect(hosts)
+            connect_sides(hosts.workers, hosts.registry, TOPOLOGY)
         except RdmaKvError as exc:
-            return [Missing(options.transport, f"missing: {exc}", "")]
+            return [Missing(options.backend, f"missing: {exc}", "")]
         measured = _measure(options, hosts, meter)
     return _rows(options, measured)
 
@@ -107,37 +92,19 @@ class _Hosts:
 
 @contextlib.contextmanager
 def _processes(options: TransferOptions) -> Iterator[_Hosts]:
-    source = HostMemory(options.mib << 20)
+    source = HostMemory(options.mib << 20, shared=True)
     source.view[:] = np.frombuffer(np.random.default_rng(0).bytes(source.length_bytes), dtype=np.uint8)
     acks = socket.socketpair()
     workers: dict[tuple[Role, ...], Worker] = {}
     with tempfile.TemporaryDirectory(prefix="rdma-kv-bench-") as folder, contextlib.ExitStack() as stack:
         registry = Path(folder) / "registry.toml"
         for name, roles in options.hosts.items():
-            spec = PathSpec(options.transport, roles, source, registry, acks)
+            spec = PathSpec(options.backend, roles, source, registry, acks)
             workers[roles] = Worker(name, partial(PathSide, spec), {})
         stack.enter_context(ended(list(workers.values())))
         for end in acks:
             end.close()
         yield _Hosts(workers, registry)
-
-
-def _connect(hosts: _Hosts) -> None:
-    ports: dict[str, int] = {}
-    opened: dict[str, object] = {}
-    for worker in hosts.workers:
-        ports |= worker.ask("start")
-        opened |= worker.ask("open")
-    hosts.registry.write_bytes(dump_registry(CLUSTER, [_engine(Role(role), port) for role, port in ports.items()]))
-    for worker in hosts.workers:
-        worker.begin("connect", opened)
-    for worker in hosts.workers:
-        worker.result()
-
-
-def _engine(role: Role, port: int) -> EngineRecord:
-    agent = AgentRecord(AgentId(CLUSTER, role.value, role, 0), "127.0.0.1", port, (0,))
-    return EngineRecord(role.value, role, TOPOLOGY, TieBreak.REPLICA, (agent,))
 
 
 def _measure(options: TransferOptions, hosts: _Hosts, meter: Meter) -> Measured:
@@ -182,7 +149,7 @@ def _rows(options: TransferOptions, measured: Measured) -> list[Row]:
         _wait_ratio(options, measured),
         *(row for count in COUNTS for how in _HOW for row in _figure(options, measured, how, count)),
         *_wait_rows(options, measured),
-        Row("transport", options.transport, ""),
+        Row("transport", options.backend, ""),
         Row("lane", measured.lanes, ""),
     ]
 

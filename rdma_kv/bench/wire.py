@@ -41,6 +41,7 @@ class Moved(Struct, frozen=True, tag=True):
     seconds: float = 0.0
     received_bytes: int = 0
     lane: str = ""
+    transport: str = ""
 
 
 class Rest(Struct, frozen=True, tag=True):

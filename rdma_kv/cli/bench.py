@@ -1,4 +1,4 @@
-"""`rdma-kv bench`: what the planner, an agent, a transport and a whole transfer cost.
+"""`rdma-kv bench`: what the planner, an agent, a transport, a whole transfer and a small one cost.
 
 Every subcommand prints rows of a value and, where there is one, its goal, which no option changes. The exit status is 0
 only if every goal is met.
@@ -43,7 +43,9 @@ def plan(*, as_json: _AsJson = False) -> int:
 def idle(
     *,
     seconds: Annotated[float, typer.Option(min=1.0, max=3600.0, help="Length of the idle window.")] = 10.0,
-    transport: Annotated[str, typer.Option(help="nixl (a process per agent) or loopback (one process).")] = "nixl",
+    transport: Annotated[
+        str, typer.Option(help="auto, ucx or nixl (a process per agent), or loopback (one).")
+    ] = "nixl",
     mib: Annotated[int, typer.Option(min=1, max=4096, help="KV of one move, in MiB.")] = 256,
     as_json: _AsJson = False,
 ) -> int:
@@ -80,7 +82,7 @@ def transport(
 @bench.command("transfer")
 def transfer(
     *,
-    transport: Annotated[str, typer.Option(help="nixl, ucx (two processes) or loopback (one process).")] = "nixl",
+    transport: Annotated[str, typer.Option(help="auto, ucx or nixl (two processes), or loopback (one).")] = "nixl",
     repetitions: _Repetitions = 7,
     mib: Annotated[int, typer.Option(min=64, max=1024, help="KV of a round, in MiB; a multiple of 64.")] = 256,
     as_json: _AsJson = False,
@@ -91,6 +93,33 @@ def transfer(
     options = TransferOptions(transport, repetitions, mib)
     with _meter() as meter:
         rows = measure_transfer(options, meter)
+    return _show(rows, as_json=as_json)
+
+
+@bench.command("latency")
+def latency(
+    *,
+    transport: Annotated[str, typer.Option(help="auto, ucx or nixl (two processes), or loopback (one).")] = "nixl",
+    repetitions: _Repetitions = 7,
+    as_json: _AsJson = False,
+) -> int:
+    """64 KiB of KV from end to end beside a hand-written socket, where its time goes, and loop time of small writes."""
+    from rdma_kv.bench.latency import LatencyOptions, measure_latency
+
+    options = LatencyOptions(transport, repetitions)
+    with _meter() as meter:
+        rows = measure_latency(options, meter)
+    return _show(rows, as_json=as_json)
+
+
+@bench.command("checksum")
+def checksum(*, repetitions: _Repetitions = 7, as_json: _AsJson = False) -> int:
+    """The checksum of packed chunks beside their gather and memcpy; interleaved, medians and spread."""
+    from rdma_kv.bench.checksum import ChecksumOptions, measure_checksum
+
+    options = ChecksumOptions(repetitions)
+    with _meter() as meter:
+        rows = measure_checksum(options, meter)
     return _show(rows, as_json=as_json)
 
 

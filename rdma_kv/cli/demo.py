@@ -45,8 +45,8 @@ def demo(
         int | None, typer.Option(min=1, max=256, help="Requests over all pairs of replicas; 16, or 8 with --all.")
     ] = None,
     transport: Annotated[
-        str, typer.Option(help="nixl or ucx (separate processes), or loopback (one process).")
-    ] = "nixl",
+        str, typer.Option(help="auto, ucx or nixl (separate processes), or loopback (one process).")
+    ] = "auto",
     processes: Annotated[str, typer.Option(help="One agent process per replica, or per rank.")] = "replica",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts and page tables.")] = 0,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for a run after the model is loaded.")] = 120.0,
@@ -157,7 +157,7 @@ def _run_all(named: list[_Named], *, as_json: bool) -> int:
             out = console()
             word = "ok    " if answer["ok"] else "FAILED"
             text = f"{word} {shape.name:17} {shape.prefill:22} -> {shape.decode:28} {answer['bytes']:>9,} bytes"
-            out.print(f"{text}, {answer['lane']}, {answer['seconds']:.1f} s", soft_wrap=True)
+            out.print(f"{text}, {answer['transport']} ({answer['lane']}), {answer['seconds']:.1f} s", soft_wrap=True)
             if not answer["ok"]:
                 _show_verdict(out, verdict)
     good = all(answer["ok"] for answer in answers)
@@ -242,8 +242,8 @@ def _show_verdict(out: Console, verdict: Verdict) -> None:
             for n in verdict.sent
         ]
         out.print(
-            f"moved {answer['bytes']:,} bytes of KV over {answer['lane']}; from push to done {median(rates):.3f} GB/s "
-            f"(median of small requests, beside the model on the same cores)",
+            f"moved {answer['bytes']:,} bytes of KV over {answer['transport']} ({answer['lane']}); "
+            f"from push to done {median(rates):.3f} GB/s (median of small requests, beside the model on the same cores)",
             soft_wrap=True,
         )
         stages = {

@@ -41,7 +41,7 @@ from rdma_kv.errors import RdmaKvError
 from rdma_kv.registry.static import StaticRegistry
 from rdma_kv.session import AgentConfig
 from rdma_kv.topology import Topology
-from rdma_kv.transport.base import Transport
+from rdma_kv.transport.named import TransportMaker
 from rdma_kv.types import Interval, ReplicaId, Role
 
 CLUSTER = "demo"
@@ -152,8 +152,9 @@ class Replica:
             out.metadata.update(done.extras, first_token=done.first_token)
         seconds = time.perf_counter() - filled
         times = out.times
-        lanes = self.agent.stats()["lanes"]
-        return Sent(job.number, prints, filled - begin, seconds, times.gather, times.write, lanes)
+        stats = self.agent.stats()
+        started = [name for name, state in stats["transports"].items() if state == "started"]
+        return Sent(job.number, prints, filled - begin, seconds, times.gather, times.write, stats["lanes"], started)
 
     async def decode(self, job: Decode) -> Arrived:
         pages = self.take(job.number, job.prompt_tokens)
@@ -211,7 +212,7 @@ class Replica:
 
 
 async def serve(
-    spec: ReplicaSpec, model: DemoModel, channel: Channel, transport: Callable[[str], Transport], executor: Executor
+    spec: ReplicaSpec, model: DemoModel, channel: Channel, transport: str | TransportMaker, executor: Executor
 ) -> None:
     """Be one process of a replica until the parent says Stop or is gone."""
     async with Agent(spec.config(model), StaticRegistry(spec.registry), transport=transport) as agent:

@@ -45,7 +45,7 @@ from rdma_kv.registry.static import AgentRecord, EngineRecord, dump_registry
 from rdma_kv.topology import TieBreak, Topology
 from rdma_kv.transport.base import Transport
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
-from rdma_kv.transport.named import BETWEEN_PROCESSES, transport_class
+from rdma_kv.transport.named import names
 from rdma_kv.transport.ucx_environment import prepare_ucx_environment
 from rdma_kv.types import AgentId, Role
 
@@ -84,8 +84,7 @@ class DemoOptions:
                 check_pools(engine.layout, spec.components[0], engine.topology, engine.page_size)
             except ConfigError as exc:
                 raise ConfigError(f"{option} {exc.field}", exc.problem) from exc
-        if self.transport not in {*BETWEEN_PROCESSES, "loopback"}:
-            raise ConfigError("--transport", f"{self.transport!r}; use {', '.join(BETWEEN_PROCESSES)} or loopback")
+        names(self.transport, option="--transport", also=("loopback",))
         if self.processes not in {"replica", "rank"}:
             raise ConfigError("--processes", f"{self.processes!r}; use replica or rank")
 
@@ -149,6 +148,10 @@ class Verdict:
         return sorted({lane for answers in self.sent.values() for sent in answers for lane in sent.lanes})
 
     @property
+    def transports(self) -> list[str]:
+        return sorted({name for answers in self.sent.values() for sent in answers for name in sent.transports})
+
+    @property
     def received_bytes(self) -> int:
         return sum(arrived.received_bytes for answers in self.arrived.values() for arrived in answers)
 
@@ -162,6 +165,7 @@ class Verdict:
             "pages_untouched": self.inspected > 0 and not self.touched,
             "control_changed": self.complete and not self.blind_controls,
             "distinct_tokens": round(self.distinct_tokens, 2),
+            "transport": "+".join(self.transports) or "none",
             "lane": "+".join(self.lanes) or "none",
             "seconds": round(self.seconds, 3),
             "failures": self.failures[:20],
@@ -271,7 +275,7 @@ def _child(
     async def main() -> None:
         channel = Channel(*await asyncio.open_connection(sock=end))
         with model_thread() as executor:
-            await serve(spec, model, channel, transport_class(transport), executor)
+            await serve(spec, model, channel, transport, executor)
 
     asyncio.run(main())
 

@@ -42,6 +42,7 @@ class Sent(Struct, frozen=True, tag=True):
     gather_s: float
     write_s: float
     lanes: list[str]
+    transports: list[str]
 
 
 class Decode(Struct, frozen=True, tag=True):

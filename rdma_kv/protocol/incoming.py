@@ -153,8 +153,8 @@ class IncomingTransfer:
 
     @property
     def must_answer(self) -> bool:
-        """The peer waits for the first GRANT, which may be without slots."""
-        return self.state is _S.RECEIVING and not self._answered
+        """The peer waits for the first GRANT, and there will be no slots with it."""
+        return self.state is _S.RECEIVING and not self._answered and not self._want
 
     @property
     def ended(self) -> bool:
@@ -190,6 +190,7 @@ class IncomingTransfer:
         self.ranges = tuple(clip(want, have) for want, have in zip(self.wanted, available, strict=True))
         self._tilings = self.plan.tilings(self.ranges)
         self._want = message.want
+        self._answered = self._slots.given > 0  # slots given ahead say all that a first GRANT does
         return []
 
     def finished(self, message: Finish, now: float) -> list[Action]:
@@ -296,7 +297,10 @@ class IncomingTransfer:
         self._slots.scattering.discard(slot)
         if self.state is not _S.RECEIVING:
             return [ReleaseSlot(slot), *self._settle()]
-        return [ReleaseSlot(slot), SendMessage(Ack(self.number, slot.index, slot.epoch)), *self._advance(now)]
+        actions = self._advance(now)
+        if self.succeeded:  # DONE acknowledges all
+            return [ReleaseSlot(slot), *actions]
+        return [ReleaseSlot(slot), SendMessage(Ack(self.number, slot.index, slot.epoch)), *actions]
 
     def scatter_failed(self, slot: SlotRef, error: RdmaKvError, now: float) -> list[Action]:
         self._slots.scattering.discard(slot)

@@ -72,7 +72,7 @@ class Identity:
     model: ModelSpec
     page_sizes: tuple[int, ...]
     owns: tuple[Owned, ...]
-    transport: str
+    transports: tuple[str, ...]
     slot_bytes: int
 
     @property
@@ -108,7 +108,7 @@ class Identity:
                 for component, page_size in zip(self.model.components, self.page_sizes, strict=True)
             ],
             owns=[(owned.replica, owned.rank) for owned in self.owns],
-            transport=self.transport,
+            transports=list(self.transports),
             slot_bytes=self.slot_bytes,
         )
 
@@ -133,6 +133,12 @@ class Link:
     @property
     def state(self) -> LinkState:
         return self._machine.state
+
+    @property
+    def transport(self) -> str:
+        """Which data plane carries the KV of this link; both sides say the same. Only once it is up."""
+        assert self.remote is not None
+        return choose_transport(self.own, self.remote)
 
     @property
     def peer(self) -> str:
@@ -238,6 +244,8 @@ def read_hello(peer: str, message: Hello) -> Identity:
             raise ConfigError("rank", "is not the lowest rank owned")
         if message.slot_bytes < 1 or any(facts.page_size < 1 for facts in message.components):
             raise ConfigError("slot_bytes", "slot_bytes and page_size must be positive")
+        if len(set(message.transports)) != len(message.transports):
+            raise ConfigError("transports", "names one twice")
     except (ConfigError, ValueError) as exc:
         raise RemoteProtocolError(peer, f"HELLO contradicts itself: {exc}") from exc
     return Identity(
@@ -248,7 +256,7 @@ def read_hello(peer: str, message: Hello) -> Identity:
         model=model,
         page_sizes=tuple(facts.page_size for facts in message.components),
         owns=owns,
-        transport=message.transport,
+        transports=tuple(message.transports),
         slot_bytes=message.slot_bytes,
     )
 
@@ -273,7 +281,7 @@ def check_compatible(own: Identity, remote: Identity) -> None:
     same_secret("cluster", own.id.cluster, remote.id.cluster)
     if own.id.role is remote.id.role:
         raise IncompatiblePeerError(peer, "role", f"both are {own.id.role.value}; KV goes from prefill to decode")
-    same("transport", own.transport, remote.transport)
+    choose_transport(own, remote)
     same_secret("fingerprint", own.model.fingerprint, remote.model.fingerprint)
     same(
         "components",
@@ -298,6 +306,23 @@ def check_compatible(own: Identity, remote: Identity) -> None:
         check_pair(own.model, prefill.topology, decode.topology)
     except ConfigError as exc:
         raise IncompatiblePeerError(peer, exc.field, exc.problem) from exc
+
+
+def choose_transport(own: Identity, remote: Identity) -> str:
+    """The first data plane of the prefill side's list that the decode side has too: the same, whichever side asks.
+
+    Raises:
+        IncompatiblePeerError: `field` is `transport`; they have none in common.
+    """
+    prefill, decode = (own, remote) if own.id.role is Role.PREFILL else (remote, own)
+    for transport in prefill.transports:
+        if transport in decode.transports:
+            return transport
+    text = (
+        f"prefill has {', '.join(map(repr, prefill.transports))}, decode has {', '.join(map(repr, decode.transports))}, "
+        "and none is common; set the same transport on both sides, or auto on both and install what one side lacks"
+    )
+    raise IncompatiblePeerError(str(remote.id), "transport", text)
 
 
 def _component_facts(component: Component, page_size: int) -> ComponentFacts:

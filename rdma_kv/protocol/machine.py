@@ -22,12 +22,9 @@ class Machine(Generic[S, E]):
 
     def __init__(self, start: S, table: Mapping[tuple[S, E], S], terminal: frozenset[S]) -> None:
         self.state = start
+        self.ended = start in terminal
         self._table = table
         self._terminal = terminal
-
-    @property
-    def ended(self) -> bool:
-        return self.state in self._terminal
 
     def allows(self, event: E) -> bool:
         return self.ended or (self.state, event) in self._table
@@ -44,4 +41,5 @@ class Machine(Generic[S, E]):
         if following is None:
             raise LocalProtocolError(f"{event.name} is not possible in {self.state.name}")
         self.state = following
+        self.ended = following in self._terminal
         return following

@@ -16,9 +16,10 @@ read it. Then only the grants that nothing was posted to go back, with RELEASE.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from rdma_kv.errors import (
     ErrorCode,
@@ -105,6 +106,19 @@ class _Flight:
     failed: bool = False
 
 
+class _Push(NamedTuple):
+    """What the caller pushed.
+
+    Attributes:
+        boxes: it, cut for all that is available; None if it was not cut yet.
+    """
+
+    component: int
+    layers: Interval
+    tokens: Interval
+    boxes: list[Box] | None
+
+
 class OutgoingTransfer:
     """One transfer as its initiator sees it.
 
@@ -142,7 +156,7 @@ class OutgoingTransfer:
         self._timeout_ms = int(min(1000 * max(0.0, timeout_s), MAX_COUNT))
         self._machine: Machine[OutgoingState, OutgoingEvent] = Machine(_S.OFFERED, OUTGOING_TABLE, OUTGOING_TERMINAL)
         self._ranges: tuple[Interval, ...] | None = None
-        self._pushed: list[tuple[int, Interval, Interval]] = []
+        self._pushed: list[_Push] = []  # before the ranges are known
         self._left = 0  # layers x tokens of the granted ranges that were not pushed yet
         self._boxes: deque[Box] = deque()
         self._want = 0
@@ -185,7 +199,10 @@ class OutgoingTransfer:
 
     # --- the caller ----------------------------------------------------------------------------------------------------
 
-    def offer(self) -> list[Action]:
+    def offer(self, pushes: Iterable[tuple[int, Interval, Interval]] = ()) -> list[Action]:
+        """Begin, with what was pushed already: see `push`."""
+        for component, layers, tokens in pushes:
+            self._note(component, layers, tokens)
         return [SendMessage(self._offer())]
 
     def push(self, component: int, layers: Interval, tokens: Interval, now: float) -> list[Action]:
@@ -195,10 +212,9 @@ class OutgoingTransfer:
         if self._machine.ended or self.state is _S.ABORTING:
             return []
         if self._ranges is None:
-            self._pushed.append((component, layers, tokens))
-            self._want += len(self._cut(component, layers, tokens))
+            self._note(component, layers, tokens)
             return [SendMessage(self._offer())]
-        return self._enqueue([(component, layers, tokens)], self._want, now)
+        return self._enqueue([_Push(component, layers, tokens, None)], self._want, now)
 
     def finish(self, metadata: dict[str, Any], now: float) -> list[Action]:
         """Nothing more will be pushed; `metadata` goes with the request."""
@@ -364,10 +380,18 @@ class OutgoingTransfer:
             for box in self.plan.cut(number, layers, span)
         ]
 
-    def _enqueue(self, pushed: list[tuple[int, Interval, Interval]], told: int, now: float) -> list[Action]:
+    def _note(self, component: int, layers: Interval, tokens: Interval) -> None:
+        """Keep what was pushed, cut as it will be where the target wants all that is available."""
+        boxes = self._cut(component, layers, tokens)
+        self._pushed.append(_Push(component, layers, tokens, boxes))
+        self._want += len(boxes)
+
+    def _enqueue(self, pushed: list[_Push], told: int, now: float) -> list[Action]:
         """Cut what was pushed into boxes; `told` is the number of boxes that the target knows of."""
-        for component, layers, tokens in pushed:
-            boxes = self._cut(component, layers, tokens)
+        for component, layers, tokens, cut in pushed:
+            assert self._ranges is not None
+            as_noted = tokens & self._ranges[component] == tokens & self.available[component]
+            boxes = cut if cut is not None and as_noted else self._cut(component, layers, tokens)
             self._boxes += boxes
             self._want += len(boxes)
             self._left -= sum(box.layers.size * self.plan.carried(box.move, box.tokens) for box in boxes)

@@ -132,6 +132,7 @@ class Side:
     agents_by: str = "replica"  # or "engine", "rank"
     tie_break: TieBreak = TieBreak.REPLICA
     model: ModelSpec | None = None  # where it differs from the cluster's
+    transports: tuple[str, ...] = ()  # of each agent, where they differ from the cluster's
     agents: list[Agent] = field(default_factory=list)
     memory: dict[tuple[int, int], RankMemory] = field(default_factory=dict)  # by (component, rank)
 
@@ -215,7 +216,7 @@ async def cluster(
     decode: Side,
     *,
     network: LoopbackNetwork | None = None,
-    transport: Callable[[str], Transport] | None = None,
+    transport: str | Callable[[str], Transport] | None = None,
     staging: StagingConfig = StagingConfig(slots=4, slot_bytes=1 << 16),
     timeouts: Timeouts = Timeouts(quiesce=2.0),
 ) -> AsyncIterator[Cluster]:
@@ -228,7 +229,7 @@ async def cluster(
         records = []
         for side in (prefill, decode):
             agent_records = []
-            for ranks in side.rank_groups():
+            for place, ranks in enumerate(side.rank_groups()):
                 config = AgentConfig(
                     side.name,
                     side.role,
@@ -240,7 +241,8 @@ async def cluster(
                     staging=staging,
                     timeouts=timeouts,
                 )
-                agent = await stack.enter_async_context(Agent(config, registry, transport=make))
+                own = side.transports[place] if side.transports else make
+                agent = await stack.enter_async_context(Agent(config, registry, transport=own))
                 side.agents.append(agent)
                 agent_records.append(AgentRecord(config.id, *agent.address, ranks))
             records.append(EngineRecord(side.name, side.role, side.topology, side.tie_break, tuple(agent_records)))

@@ -113,7 +113,6 @@ async def test_one_launch_serves_ready_chunks_of_several_transfers_and_replicas(
         await work
         assert len(sizes) == c.prefill.agents[0].stats()["gather_launches"] <= 2
         assert sum(sizes) == c.decode.agents[0].stats()["counters"]["boxes"] == 64
-        assert c.decode.agents[0].stats()["scatter_launches"] < 64
 
 
 async def test_no_peer_holds_more_than_half_of_a_pool(tmp_path):

@@ -14,6 +14,7 @@ from rdma_kv.bench import idle
 from rdma_kv.bench.idle import IdleOptions, measure_idle
 from rdma_kv.bench.member import PAGE_BYTES, Pool
 from rdma_kv.errors import RdmaKvError
+from rdma_kv.transport.named import names
 from rdma_kv.types import Role
 
 SLACK = 3  # times the goal: other work may share the cores
@@ -26,15 +27,15 @@ def bench_idle(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "processes", "lane"),
+    ("transport", "processes", "lane"),
     [
-        ([], ("prefill", "decode"), None),
-        (["--transport", "loopback"], ("both agents",), "loopback"),
+        ("auto", ("prefill", "decode"), None),
+        ("nixl", ("prefill", "decode"), None),
+        ("loopback", ("both agents",), "loopback"),
     ],
-    ids=["nixl", "loopback"],
 )
-def test_rows_and_status(options: list[str], processes: tuple[str, ...], lane: str | None):
-    done = bench_idle("--seconds", "1", "--mib", "32", "--json", *options)
+def test_rows_and_status(transport: str, processes: tuple[str, ...], lane: str | None):
+    done = bench_idle("--seconds", "1", "--mib", "32", "--json", "--transport", transport)
     assert done.stdout, done.stderr
     (line,) = done.stdout.splitlines()
     answer = json.loads(line)
@@ -47,7 +48,7 @@ def test_rows_and_status(options: list[str], processes: tuple[str, ...], lane: s
             assert row["ok"] is None
         else:
             assert row["ok"] is (row["value"] < row["goal"])
-            if "loopback" not in options:  # whose copies run on the event loop, and it is for tests
+            if transport != "loopback":  # whose copies run on the event loop, and it is for tests
                 assert row["value"] < SLACK * row["goal"], row
     for name in processes:
         assert rows[f"idle CPU, {name}"]["goal"] == 1
@@ -57,6 +58,7 @@ def test_rows_and_status(options: list[str], processes: tuple[str, ...], lane: s
         assert rows[f"event loop ready but without a core, {name}"]["value"] >= 0
     assert sum(row["goal"] is not None for row in answer["rows"]) == 2 * len(processes)
     assert rows["32 MiB of KV, push to done"]["value"] > 0
+    assert rows["transport"]["value"] == names(transport, also=("loopback",))[0]
     assert rows["lane"]["value"] in ({lane} if lane else {"cma", "tcp", "rdma"})
     assert answer["ok"] is all(row["ok"] for row in answer["rows"] if row["goal"] is not None)
     assert done.returncode == (0 if answer["ok"] else 1)

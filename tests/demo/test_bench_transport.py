@@ -185,10 +185,10 @@ def test_arrival_is_seen_and_its_absence(unpack: bool):
     source.view[:] = np.frombuffer(np.random.default_rng(3).bytes(case.total_bytes), dtype=np.uint8)
     landing = contestants.Landing(source, paged=False)
     assert not landing.arrived(case)
-    gather([case.chunk(landing.memory.address, source.address, case.src_offsets())])
+    gather(case.chunks(landing.memory.address, source.address, case.src_offsets()))
     if unpack:
         assert not landing.arrived(case)
-        scatter([case.chunk(landing.memory.address, landing.pages.address, case.dst_offsets())])
+        scatter(case.chunks(landing.memory.address, landing.pages.address, case.dst_offsets()))
     assert landing.arrived(case)
     (landing.pages if unpack else landing.memory).view[-1] ^= 1
     assert not landing.arrived(case)

@@ -1,4 +1,4 @@
-"""The demo as a command: real processes over NIXL, one object on one line, a true exit status, and a control."""
+"""The demo as a command: real processes over real transports, one object on one line, a true exit status, and a control."""
 
 import json
 import subprocess
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from rdma_kv.transport.named import names
 
 HERE = Path(__file__).parent
 CHECKS = ("tokens_equal", "bytes_equal", "pages_untouched", "control_changed")
@@ -23,16 +25,16 @@ def demo(*options: str) -> tuple[int, dict, str]:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "transport"),
     [
-        [],
-        ["--prefill", "dp=1", "--decode", "dp=1"],
-        ["--prefill", "tp=1", "--decode", "tp=4", "--kv-heads", "2"],
-        ["--prefill", "tp=4,dp=2", "--decode", "tp=2,dp=2"],
+        ([], "auto"),
+        (["--prefill", "dp=1", "--decode", "dp=1", "--transport", "ucx"], "ucx"),
+        (["--prefill", "tp=1", "--decode", "tp=4", "--kv-heads", "2", "--transport", "nixl"], "nixl"),
+        (["--prefill", "tp=4,dp=2", "--decode", "tp=2,dp=2", "--transport", "nixl"], "nixl"),
     ],
     ids=["defaults", "one-replica-each", "heads-replicated", "attention-tp-2-to-1"],
 )
-def test_demo_over_nixl(options):
+def test_demo_between_processes(options, transport):
     status, answer, progress = demo(*options)
     assert status == 0, answer
     assert answer["ok"] is True
@@ -40,6 +42,7 @@ def test_demo_over_nixl(options):
     assert answer["requests"] == 16
     assert answer["bytes"] > 1 << 20
     assert answer["distinct_tokens"] >= 10
+    assert answer["transport"] == names(transport)[0]
     assert answer["lane"] in {"cma", "tcp", "rdma"}
     assert "16 requests done" in progress
 
@@ -47,7 +50,7 @@ def test_demo_over_nixl(options):
 def test_demo_on_loopback():
     status, answer, _ = demo("--transport", "loopback", "--requests", "8")
     assert status == 0, answer
-    assert answer["lane"] == "loopback"
+    assert answer["lane"] == answer["transport"] == "loopback"
     assert all(answer[check] for check in CHECKS)
 
 

@@ -140,7 +140,19 @@ def test_the_median_counts_each_repetition_after_its_preparation():
 
 def test_other_transports_are_refused():
     from rdma_kv.bench.idle import IdleOptions
+    from rdma_kv.bench.transfer import TransferOptions
 
-    with pytest.raises(ConfigError) as refused:
-        IdleOptions(1.0, "pigeon", 32)
-    assert refused.value.field == "--transport"
+    for wrong in (lambda: IdleOptions(1.0, "pigeon", 32), lambda: TransferOptions("pigeon")):
+        with pytest.raises(ConfigError) as refused:
+            wrong()
+        assert refused.value.field == "--transport"
+
+
+def test_auto_is_measured_as_what_two_agents_choose():
+    from rdma_kv.bench.transfer import TransferOptions
+    from rdma_kv.transport.named import PREFERENCE, names
+
+    assert TransferOptions("auto").backend == names("auto")[0]
+    assert len(TransferOptions("auto").hosts) == 2
+    for name in (*PREFERENCE, "loopback"):
+        assert TransferOptions(name).backend == name

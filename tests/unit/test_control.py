@@ -105,7 +105,7 @@ async def test_an_end_inside_a_frame_is_a_loss(frame: bytes, cut: int):
 
 async def test_a_reset_is_a_loss():
     class Broken(asyncio.StreamReader):
-        async def readexactly(self, n: int) -> bytes:
+        async def read(self, n: int = -1) -> bytes:
             raise ConnectionResetError(f"reset, {n} bytes were wanted")
 
     async with streams() as (connection, _, _writer):

@@ -224,7 +224,7 @@ def test_finish_may_overtake_the_last_notifications():
     assert machine.notified(note(3), 0.0) == [Scatter(SLOTS[3], Box(0, Interval(0, 2), Interval(3, 4)))]
     assert machine.state is IncomingState.RECEIVING
     actions = machine.scattered(SLOTS[3], 0.0)
-    assert kinds(actions) == ["ReleaseSlot", "Ack", "Done", "Listen", "Finished"]
+    assert kinds(actions) == ["ReleaseSlot", "Done", "Listen", "Finished"]
     assert Listen(on=False) in actions
 
 

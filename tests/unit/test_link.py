@@ -29,6 +29,7 @@ from rdma_kv.protocol.link import (
     LinkState,
     bye,
     check_compatible,
+    choose_transport,
     keeps_dialed,
     read_hello,
 )
@@ -56,7 +57,7 @@ def side(
         "model": model(),
         "page_sizes": (16, 16),
         "owns": topology.owned(sorted(ranks)),
-        "transport": "loopback",
+        "transports": ("loopback",),
         "slot_bytes": 1 << 22,
     }
     return Identity(**{**facts, **changes})  # type: ignore[arg-type]
@@ -143,6 +144,7 @@ COMPONENTS = PEER.hello().components
         {"owns": [(0, 1), (0, 0)], "rank": 1},
         {"owns": [(0, 1)]},
         {"slot_bytes": 0},
+        {"transports": ["ucx", "nixl", "ucx"]},
         {"topology": msgspec.structs.replace(TOPOLOGY, tp=0)},
         {"topology": msgspec.structs.replace(TOPOLOGY, tp=1 << 30)},
         {"topology": msgspec.structs.replace(TOPOLOGY, dp=4)},
@@ -181,7 +183,7 @@ def test_a_hello_that_contradicts_itself_is_the_peers_error(fields: dict[str, ob
 
 REFUSED = [
     ("cluster", {"id": AgentId("other", "d", Role.DECODE, 0)}),
-    ("transport", {"transport": "nixl"}),
+    ("transport", {"transports": ("nixl", "ucx")}),
     ("fingerprint", {"model": model("weights, rope theta 500000")}),
     ("kv.row_bytes", {"model": model(row_bytes=128)}),
     ("kv.dtype", {"model": model(dtype="float8_e4m3")}),
@@ -209,6 +211,46 @@ def test_r05_a_difference_is_refused_by_name_on_both_sides(field: str, changes: 
         assert isinstance(link.error, IncompatiblePeerError)
         assert link.error.field == field
         assert link.error.peer
+
+
+OFFERS = st.lists(st.sampled_from("abcde"), min_size=1, max_size=5, unique=True).map(tuple)
+
+
+@seeded
+@given(OFFERS, OFFERS)
+def test_both_sides_choose_the_same_transport(prefill: tuple[str, ...], decode_: tuple[str, ...]):
+    """The first of the prefill side's list that decode has too, whoever dials."""
+    one, other = side(transports=prefill), side(Role.DECODE, transports=decode_)
+    common = [name for name in prefill if name in decode_]
+    for links in (shake(one, other), shake(other, one)):
+        if common:
+            assert [link.state for link in links] == [LinkState.UP] * 2
+            assert [link.transport for link in links] == common[:1] * 2
+        else:
+            assert [link.state for link in links] == [LinkState.CLOSED] * 2
+            assert [link.error.field for link in links] == ["transport"] * 2  # type: ignore[union-attr]
+
+
+def test_the_prefill_sides_order_decides():
+    one, other = side(transports=("nixl", "ucx")), side(Role.DECODE, transports=("ucx", "nixl"))
+    assert choose_transport(one, other) == choose_transport(other, one) == "nixl"
+    assert choose_transport(replace(one, transports=("ucx", "nixl")), other) == "ucx"
+
+
+@pytest.mark.parametrize("dialed_by", ["prefill", "decode"])
+def test_no_common_transport_names_both_lists_and_the_fix_on_both_sides(dialed_by: str):
+    one, other = side(transports=("ucx",)), side(Role.DECODE, transports=("nixl", "loopback"))
+    for link in shake(one, other) if dialed_by == "prefill" else shake(other, one):
+        assert isinstance(link.error, IncompatiblePeerError)
+        assert link.error.field == "transport"
+        assert "prefill has 'ucx', decode has 'nixl', 'loopback'" in str(link.error)
+        assert "auto" in str(link.error)
+
+
+def test_a_refusal_of_long_names_still_fits_into_a_message():
+    many = tuple(letter * 256 for letter in "abcdefgh")
+    dialer, acceptor = shake(side(transports=many), side(Role.DECODE, transports=("ucx",)))
+    assert [link.error.field for link in (dialer, acceptor)] == ["transport"] * 2  # type: ignore[union-attr]
 
 
 def test_r05_head_dim():

@@ -62,7 +62,7 @@ COMPONENT = ComponentFacts(
 )
 
 ONE_OF_EACH: list[ControlMessage] = [
-    Hello(1, "c", "p", "prefill", 0, ID, TOPOLOGY, "replica", "model", [COMPONENT], [(0, 0), (1, 1)], "nixl", 1 << 22),
+    Hello(1, "c", "p", "prefill", 0, ID, TOPOLOGY, "replica", "model", [COMPONENT], [(0, 0), (1, 1)], ["ucx"], 1 << 22),
     Regions((1 << 47) + 4096, 16, 1 << 22, 1, b"\x00\xffblob"),
     Expect("key", 0, 1, 2, ID, [(16, 2048)], 60_000),
     Offer(7, "key", 3, 1, 2, ID, [(0, 2048), (0, 1)], 5, 60_000),
@@ -213,7 +213,7 @@ SIZES = [
     (Hello, "engine", *sized(1, 256)),
     (Hello, "role", *sized(1, 256)),
     (Hello, "tie_break", *sized(1, 256)),
-    (Hello, "transport", *sized(1, 256)),
+    (Hello, "transports", [["ucx"], ["ucx"] * 8], [[], ["ucx"] * 9]),
     (Hello, "incarnation", *sized(16, 16, b"\x01")),
     (Hello, "fingerprint", *sized(0, MAX_TEXT)),
     (Hello, "components", *sized(1, 64, msgspec.to_builtins(COMPONENT))),
@@ -267,6 +267,13 @@ def test_facts_inside_a_hello_have_bounds():
         old = hello[part]
         new = {**old, name: value} if isinstance(old, dict) else [{**old[0], name: value}]
         refused(changed(the(Hello), **{part: new}))
+
+
+def test_names_of_transports_have_bounds():
+    for inside in ("u", "x" * 256):
+        assert decode("peer", changed(the(Hello), transports=["ucx", inside])).transports == ["ucx", inside]
+    for outside in ("", "x" * 257, 1, None, ["ucx"]):
+        assert "transports" in refused(changed(the(Hello), transports=["ucx", outside]))
 
 
 @pytest.mark.parametrize("slot", [[0], [0, 1, 2], [-1, 1], [0, 0], [1 << 31, 1], [0, 1 << 62], ["0", 1], None])
