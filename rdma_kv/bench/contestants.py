@@ -10,6 +10,7 @@ import asyncio
 import importlib
 import socket
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from rdma_kv.types import Descriptor
 Wire = tuple[int, int, bool]
 _PIECES_PER_CALL = 1024  # of one sendmsg: IOV_MAX
 _PROMPT = b"n"
+_WRITES = 3  # of our packed way under way at a time: while one ends the next is copied
 
 
 def make_transport(backend: str, name: str) -> Transport:
@@ -160,15 +162,23 @@ class OurInitiator:
         return took_s
 
     async def _write_packed(self, endpoint: Endpoint, case: Case, chunks: Sequence[Chunk]) -> None:
-        """While one part is written the next is gathered, as in a transfer."""
-        writing: asyncio.Task[None] | None = None
-        for number, chunk in enumerate(chunks):
-            await asyncio.to_thread(gather, [chunk])
-            if writing is not None:
-                await writing
-            writing = asyncio.create_task(self._write(endpoint, case, self._staging.address, number))
-        if writing is not None:
-            await writing
+        """Each part is written when it is gathered, while a thread gathers the next ones."""
+        loop = asyncio.get_running_loop()
+        filled: asyncio.Queue[int] = asyncio.Queue()
+
+        def fill() -> None:
+            for number, chunk in enumerate(chunks):
+                gather([chunk])
+                loop.call_soon_threadsafe(filled.put_nowait, number)
+
+        filling = asyncio.create_task(asyncio.to_thread(fill))
+        writing: deque[asyncio.Task[None]] = deque()
+        for _ in chunks:
+            write = self._write(endpoint, case, self._staging.address, await filled.get())
+            writing.append(asyncio.create_task(write))
+            if len(writing) == _WRITES:
+                await writing.popleft()
+        await asyncio.gather(filling, *writing)
 
     async def _write(self, endpoint: Endpoint, case: Case, at: int, number: int) -> None:
         part = case.parts[number]
