@@ -3,7 +3,7 @@
 All that is untyped (cffi's pointers, its buffers) stays in this module; others hold them as opaque handles.
 
 Traps of the ABI. `ucs_status_t` is a packed enum, one signed byte. A status pointer is null (done), a request, or an
-error from 2^64 - 100 up. Structures are read only as far as their field mask says, so that older and newer libraries
+error from 2^64 - 100 up; here it is a number, and so is a local address, since making cffi's pointers costs as much as a put. Structures are read only as far as their field mask says, so that older and newer libraries
 may have fewer or more fields. RMA needs no C callback (requests are polled); active messages and error handlers do, and
 cffi frees a callback with its last Python reference: `Worker` and `Link` objects must keep theirs.
 
@@ -30,12 +30,12 @@ CData: TypeAlias = Any
 Handle = NewType("Handle", object)
 """A pointer of UCX's: context, worker, endpoint, memory or rkey. Opaque outside of this module."""
 
-Request = NewType("Request", object)
+Request = NewType("Request", int)
 """An operation in progress. Ask `Ucx.outcome` until it is over, which frees it."""
 
 _CDEF: Final = """
 typedef signed char ucs_status_t;
-typedef void *ucs_status_ptr_t;
+typedef uintptr_t ucs_status_ptr_t;
 typedef struct { uint64_t field_mask; uint64_t features; size_t request_size; void *request_init; void *request_cleanup;
     uint64_t tag_sender_mask; int mt_workers_shared; size_t estimated_num_eps; size_t estimated_num_ppn;
     const char *name; size_t node_local_id; } ucp_params_t;
@@ -89,12 +89,12 @@ ucs_status_ptr_t ucp_ep_flush_nbx(void *ep, const ucp_request_param_t *param);
 ucs_status_t ucp_ep_query(void *ep, ucp_ep_attr_t *attr);
 ucs_status_t ucp_ep_rkey_unpack(void *ep, const void *buffer, void **rkey);
 void ucp_rkey_destroy(void *rkey);
-ucs_status_ptr_t ucp_put_nbx(void *ep, const void *buffer, size_t count, uint64_t remote, void *rkey,
+ucs_status_ptr_t ucp_put_nbx(void *ep, uintptr_t buffer, size_t count, uint64_t remote, void *rkey,
     const ucp_request_param_t *param);
 ucs_status_ptr_t ucp_am_send_nbx(void *ep, unsigned id, const void *header, size_t header_length, const void *buffer,
     size_t count, const ucp_request_param_t *param);
-ucs_status_t ucp_request_check_status(void *request);
-void ucp_request_free(void *request);
+ucs_status_t ucp_request_check_status(uintptr_t request);
+void ucp_request_free(uintptr_t request);
 """
 
 _FUNCTIONS: Final = tuple(dict.fromkeys(re.findall(r"\b(uc[ps]_\w+)\(", _CDEF)))
@@ -347,8 +347,7 @@ class Ucx:
         self, endpoint: Handle, local: int, length_bytes: int, remote: int, rkey: Handle, param: Handle
     ) -> Request | Settled:
         """Post one put. Over cma the whole copy happens here."""
-        source = self._ffi.cast("void *", local)
-        return self._started(self._put(endpoint, source, length_bytes, remote, rkey, param), "put")
+        return self._started(self._put(endpoint, local, length_bytes, remote, rkey, param), "put")
 
     def send(self, endpoint: Handle, message_id: int, header: bytes, body: CData) -> Request | Settled:
         """Post an active message. `body` must stay as it is until the request is over."""
@@ -367,12 +366,11 @@ class Ucx:
         self._lib.ucp_request_free(request)
         return status
 
-    def _started(self, pointer: CData, what: str) -> Request | Settled:
+    def _started(self, pointer: int, what: str) -> Request | Settled:
         if not pointer:
             return DONE
-        number = int(self._ffi.cast("uintptr_t", pointer))
-        if number >= _FIRST_ERROR:
-            self.check(number - 2**64, what)
+        if pointer >= _FIRST_ERROR:
+            self.check(pointer - 2**64, what)
         return Request(pointer)
 
     def _param(self, mask: int, **fields: CData) -> CData:

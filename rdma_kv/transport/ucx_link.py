@@ -47,6 +47,7 @@ TURN_BYTES: Final = 4 << 20  # posted per turn of the loop at most, where the CP
 WINDOW_REQUESTS: Final = 256
 CHECKS: Final = 256  # pairs checked between two looks at the clock, 0.3 ms
 FLUSHES: Final = 4  # under way: what is put meanwhile waits for the next, and shares it
+FLUSH_BYTES: Final = 1 << 20  # put since the last one: a flush does not wait for more small WRITEs to join it
 NOTES: Final = 256  # notifications in one message
 SPIN_S: Final = 50e-6
 SPIN_LEAST_S: Final = 3e-6  # less is not worth a look at the clock
@@ -135,6 +136,7 @@ class UcxLink:
         self._puts: deque[tuple[Request, int, Write]] = deque()  # under way, with their bytes
         self._put_bytes = 0  # of `_puts`
         self._unflushed: list[Write] = []  # all put
+        self._unflushed_bytes = 0
         self._flushes: deque[tuple[Request, list[Write]]] = deque()
         self._landed: list[Write] = []  # their notifications are due
         self._notes: deque[tuple[Request, object, list[Write]]] = deque()  # under way, with the bytes they read
@@ -378,6 +380,7 @@ class UcxLink:
         if not isinstance(request, Settled):
             self._puts.append((request, length_bytes, write))
             self._put_bytes += length_bytes
+        self._unflushed_bytes += length_bytes
         write.next = next(write.pieces, None)
         return length_bytes if write.pace.copies else 0
 
@@ -385,7 +388,9 @@ class UcxLink:
         """Begin one flush for all that was put. Whether it did."""
         if not self._unflushed or len(self._flushes) >= FLUSHES:
             return False
-        writes, self._unflushed = self._unflushed, []
+        if self._putting and self._unflushed_bytes < FLUSH_BYTES and len(self._unflushed) < NOTES:
+            return False
+        writes, self._unflushed, self._unflushed_bytes = self._unflushed, [], 0
         try:
             request = self._ucx.flush(endpoint)
         except TransportError as error:
