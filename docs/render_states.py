@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from rdma_kv.protocol.incoming import INCOMING_TABLE, INCOMING_TERMINAL, IncomingState
 from rdma_kv.protocol.link import LINK_TABLE, LINK_TERMINAL, LinkState
+from rdma_kv.protocol.liveness import LIFE_TABLE, LIFE_TERMINAL, LifeState
 from rdma_kv.protocol.outgoing import OUTGOING_TABLE, OUTGOING_TERMINAL, OutgoingState
 
 TARGET = Path(__file__).with_name("states.md")
@@ -42,10 +43,18 @@ class Drawing(NamedTuple):
 DRAWINGS = (
     Drawing(
         "Link: the handshake of one control connection",
-        "`rdma_kv/protocol/link.py`. The `connect` timeout ends `GREETING`; `UP` lasts until BYE or the end of the stream.",
+        "`rdma_kv/protocol/link.py`. The `connect` timeout ends `GREETING`; `UP` lasts until BYE, the end of the stream, or "
+        "the loss of the peer (below).",
         LinkState,
         LINK_TABLE,
         LINK_TERMINAL,
+    ),
+    Drawing(
+        "Liveness: the peer of one link that is up",
+        "`rdma_kv/protocol/liveness.py`. A timer of its own judges the silence: two heartbeats, then the `lease`.",
+        LifeState,
+        LIFE_TABLE,
+        LIFE_TERMINAL,
     ),
     Drawing(
         "Outgoing: the prefill side of one transfer on one link",

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rdma_kv.agent import Agent
     from rdma_kv.config import Limits, StagingConfig, Timeouts
     from rdma_kv.errors import (
+        ChecksumError,
         ClosedError,
         ConfigError,
         ErrorCode,
@@ -50,6 +51,7 @@ __all__ = [
     "AgentConfig",
     "AgentId",
     "AgentRecord",
+    "ChecksumError",
     "ClosedError",
     "Component",
     "ConfigError",

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from rdma_kv.config import MAX_TIMEOUT_S
+from rdma_kv.deaths import own_process
 from rdma_kv.errors import (
     ClosedError,
     ConfigError,
@@ -23,11 +25,13 @@ from rdma_kv.errors import (
     RouteMismatchError,
     TransferAborted,
 )
+from rdma_kv.kernels.checksum import ALGORITHM
 from rdma_kv.layout import KvLayout
-from rdma_kv.messages import Abort, Done, Expect, Offer
+from rdma_kv.messages import Done, Expect, Offer
 from rdma_kv.mover import Mover
 from rdma_kv.packer import Packer
 from rdma_kv.peer import Links, Peer, Registry
+from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.link import Identity
 from rdma_kv.receiving import Received, Receiving
 from rdma_kv.registry.static import is_loopback, parse_address
@@ -39,6 +43,9 @@ from rdma_kv.transport.planes import Planes
 from rdma_kv.types import Interval, Owned, ReplicaId, Role
 
 logger = logging.getLogger(__name__)
+
+_TELL_S = 1.0
+"""How long a closing agent waits at most for peers to be told that its transfers have failed."""
 
 Tokens = int | TokenRange | Mapping[str, TokenRange]
 
@@ -71,7 +78,7 @@ class Agent:
         timeouts, limits = config.timeouts, config.limits
         self._planes = Planes(self.name, offer(transport, self.name))
         packer = Packer(config.role, config.model, config.topology, config.owns)
-        rendezvous = Rendezvous(self._check_first, self._fail_session, timeouts=timeouts, limits=limits)
+        rendezvous = Rendezvous(config.role, self._check_first, self._fail_session, timeouts=timeouts, limits=limits)
         mover = Mover(config.role, self._planes, packer, rendezvous, staging=config.staging, timeouts=timeouts)
         links = Links(self._identity, registry, mover, timeouts=timeouts, limits=limits)
         self._shell = Shell(config, registry, packer, mover, links, rendezvous)
@@ -104,8 +111,9 @@ class Agent:
         shell = self._shell
         shell.closed = True
         for session in list(shell.sessions):
-            session.fail(ClosedError("the agent is closing"), tell=False)
+            session.fail(ClosedError("the agent is closing"))
         await shell.mover.close()
+        await shell.tasks.drain(_TELL_S)
         await shell.tasks.close()
         shell.rendezvous.close()
         await shell.links.close()
@@ -230,6 +238,8 @@ class Agent:
             **shell.mover.stats(),
             "links": len(shell.links.peers),
             "link_transports": {peer.name: peer.transport for peer in shell.links.peers},
+            "suspects": sorted(peer.name for peer in shell.links.peers if peer.suspect),
+            "watched_processes": shell.links.watched,
             "handshakes": shell.links.handshakes,
             "unmatched": shell.rendezvous.unmatched,
             "gather_launches": gathers,
@@ -253,6 +263,10 @@ class Agent:
             config.owns,
             self._planes.offered,
             config.staging.slot_bytes,
+            math.floor(config.timeouts.heartbeat * 1000),
+            math.ceil(config.timeouts.lease * 1000),
+            own_process(),
+            ALGORITHM if config.checksum else "",
         )
 
     def _check_first(self, peer: Peer, message: Offer | Expect) -> RdmaKvError | None:
@@ -277,20 +291,12 @@ class Agent:
             peer.send(Done(0, message.key, message.prefill_replica, message.decode_replica))
         return None
 
-    def _fail_session(self, peer: Peer, message: Abort) -> None:
-        """Another participant has given up, and has told the others; we end our own part."""
-        sending = self.config.sending
-        own, other = (
-            (message.prefill_replica, message.decode_replica)
-            if sending
-            else (message.decode_replica, message.prefill_replica)
-        )
-        error = TransferAborted(
-            message.key, "aborted", message.message, cause=message.code, culprit=message.culprit or str(peer.id)
-        )
-        for session in list(self._shell.sessions):
-            if session.is_named(message.key, own, ReplicaId(peer.id.engine, other), message.attempt):
-                session.fail(error, tell=False)
+    def _fail_session(self, place: Place, other: ReplicaId | None, error: TransferAborted) -> bool:
+        """Another participant has given up, and tells the others itself; we end our own part. False: we have none."""
+        sessions = [session for session in self._shell.sessions if session.is_named(place, other)]
+        for session in sessions:
+            session.fail(error, tell=False)
+        return bool(sessions)
 
     def _check_open(self) -> None:
         if self._state != "open":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from rdma_kv.errors import ConfigError
 
 MAX_TIMEOUT_S = 7 * 24 * 3600.0
 """A week: longer waits are mistakes, and durations on the wire have a bound."""
+
+MIN_HEARTBEAT_S = 0.01
+"""A hundred a second and peer; more would be load, not a sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,10 @@ class Timeouts:
         connect: one handshake with a peer.
         retry: longest pause between two attempts to reach a peer.
         unmatched: longest that an OFFER or EXPECT waits here for its call, whatever its sender would wait.
+        heartbeat: pause between two heartbeats to a peer; a link uses the smaller of both sides' values. A peer of which
+            two are overdue is suspect.
+        lease: how long a peer may be silent before it is lost; more than three heartbeats.
+        redial: how long a peer whose link was lost is dialed again without a call that needs it.
     """
 
     transfer: float = 60.0
@@ -27,12 +34,21 @@ class Timeouts:
     connect: float = 10.0
     retry: float = 1.0
     unmatched: float = 600.0
+    heartbeat: float = 2.0
+    lease: float = 10.0
+    redial: float = 600.0
 
     def __post_init__(self) -> None:
-        for name in ("transfer", "quiesce", "connect", "retry", "unmatched"):
-            if not 0 < getattr(self, name) <= MAX_TIMEOUT_S:
-                text = f"{getattr(self, name)} s; more than 0 and at most {MAX_TIMEOUT_S:.0f} s are possible"
-                raise ConfigError(f"timeouts.{name}", text)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value <= MAX_TIMEOUT_S:
+                text = f"{value} s; more than 0 and at most {MAX_TIMEOUT_S:.0f} s are possible"
+                raise ConfigError(f"timeouts.{field.name}", text)
+        if self.heartbeat < MIN_HEARTBEAT_S:
+            raise ConfigError("timeouts.heartbeat", f"{self.heartbeat} s; at least {MIN_HEARTBEAT_S} s")
+        if not self.lease > 3 * self.heartbeat:
+            text = f"{self.lease} s; must be more than three heartbeats of {self.heartbeat} s"
+            raise ConfigError("timeouts.lease", text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +56,31 @@ class StagingConfig:
     """The staging pool of one agent: `slots` equal slots of `slot_bytes`.
 
     More slots let more chunks be in flight; a slot bounds the size of one WRITE.
+
+    Attributes:
+        max_staging_bytes: how far the pool may grow where slots are held without a proof that no transport touches them
+            any more; None for four times `slots * slot_bytes`.
     """
 
     slots: int = 16
     slot_bytes: int = 4 << 20
+    max_staging_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if not 2 <= self.slots <= 1 << 20:
             raise ConfigError("staging.slots", f"{self.slots}; from 2 up to {1 << 20} are possible")
         if not 4096 <= self.slot_bytes < 1 << 40:
             raise ConfigError("staging.slot_bytes", f"{self.slot_bytes}; at least 4096 bytes")
+        if self.max_staging_bytes is not None and self.max_staging_bytes < self.slots * self.slot_bytes:
+            text = f"{self.max_staging_bytes}; at least slots * slot_bytes, {self.slots * self.slot_bytes} bytes"
+            raise ConfigError("staging.max_staging_bytes", text)
+
+    @property
+    def max_slots(self) -> int:
+        """Most slots at a time that are not retired; at most 1,048,576 as peers count them."""
+        if self.max_staging_bytes is None:
+            return min(4 * self.slots, 1 << 20)
+        return min(self.max_staging_bytes // self.slot_bytes, 1 << 20)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,10 @@ class Connection:
         while (message := await self.receive()) is not None:
             yield message
 
+    def abort(self) -> None:
+        """Cut the stream off: nothing that is queued is sent any more. `close` it all the same."""
+        self._writer.transport.abort()
+
     async def close(self) -> None:
         """Send what is queued, then close. Idempotent, and bounded: a peer that does not read is cut off."""
         if self._closed is None:

@@ -26,6 +26,7 @@ class ErrorCode(IntEnum):
     RANGE_UNAVAILABLE = 12
     CLOSED = 13
     FENCE_UNSUPPORTED = 14
+    CHECKSUM = 15
 
 
 class RdmaKvError(Exception):
@@ -41,6 +42,11 @@ class RdmaKvError(Exception):
     def reason(self) -> str:
         """What happened, without whom or which transfer it concerns: what a message to the peer says."""
         return getattr(self, "message", "") or str(self)
+
+    @property
+    def told_code(self) -> ErrorCode:
+        """What a message to the peer says: the code of the first cause."""
+        return self.code
 
 
 class ConfigError(RdmaKvError):
@@ -99,9 +105,13 @@ class PeerLostError(PeerError):
 
 
 class TransportError(RdmaKvError):
-    """The data plane failed. `backend` names it, `status` is its own word."""
+    """The data plane failed. `backend` names it, `status` is its own word.
+
+    Retryable: a WRITE that failed is often the first that is heard of a peer's death, before the end of its stream.
+    """
 
     code = ErrorCode.TRANSPORT
+    retryable = True
 
     def __init__(self, backend: str, status: str, message: str) -> None:
         super().__init__(f"{backend}: {message} ({status})")
@@ -113,12 +123,14 @@ class RegistrationError(TransportError):
     """Memory could not be registered, or a peer's metadata could not be used."""
 
     code = ErrorCode.REGISTRATION
+    retryable = False
 
 
 class FenceUnsupported(TransportError):
     """This lane cannot prove that memory is out of the transport's reach; the text says what is needed instead."""
 
     code = ErrorCode.FENCE_UNSUPPORTED
+    retryable = False
 
 
 class TransferError(RdmaKvError):
@@ -171,6 +183,10 @@ class TransferAborted(TransferError):
         self.culprit = culprit
         self.retryable = cause not in _LASTING
 
+    @property
+    def told_code(self) -> ErrorCode:
+        return self.cause
+
 
 class RouteMismatchError(TransferError):
     """The two sides computed different routes for one key: their registries or settings differ."""
@@ -189,3 +205,46 @@ class StagingFull(TransferError):
 
     code = ErrorCode.STAGING_FULL
     retryable = True
+
+
+class ChecksumError(TransferError):
+    """A chunk arrived with other bytes than were gathered. Nothing of it was written to a page.
+
+    Attributes:
+        component: its name.
+        layers: global layer numbers of the chunk.
+        tokens: [start, end) of its positions, in what the component counts.
+        src_rank: prefill rank that gathered it.
+        expected, found: the checksum that came with it, and that of what arrived.
+        culprit: the agent that sent it; the damage may as well have been done on the way.
+    """
+
+    code = ErrorCode.CHECKSUM
+    retryable = True
+
+    def __init__(
+        self,
+        transfer: str,
+        stage: str,
+        *,
+        component: str,
+        layers: tuple[int, ...],
+        tokens: tuple[int, int],
+        src_rank: int,
+        expected: int,
+        found: int,
+        culprit: str,
+    ) -> None:
+        names = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]} to {layers[-1]}"
+        text = (
+            f"damaged on its way: component {component!r}, layers {names}, tokens [{tokens[0]},{tokens[1]}) from source "
+            f"rank {src_rank} of {culprit}: checksum {expected:#018x} was sent, {found:#018x} arrived"
+        )
+        super().__init__(transfer, stage, text)
+        self.component = component
+        self.layers = layers
+        self.tokens = tokens
+        self.src_rank = src_rank
+        self.expected = expected
+        self.found = found
+        self.culprit = culprit

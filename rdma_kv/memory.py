@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
+import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
 from rdma_kv.errors import ConfigError
+
+PAGE_BYTES: Final = mmap.PAGESIZE
+
+_PROT_NONE: Final = 0
+_MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x2, 0x10, 0x20, 0x4000  # Linux, on x86-64 and aarch64
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 Int64Array = npt.NDArray[np.int64]
 ByteArray = npt.NDArray[np.uint8]
@@ -40,6 +48,39 @@ class HostMemory:
         self.view: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
         self.address = int(self.view.ctypes.data)
         self.length_bytes = length_bytes
+
+    def retire(self, offset_bytes: int, length_bytes: int) -> None:
+        """Put an inaccessible mapping over whole pages of it, for good: their memory goes back to the system.
+
+        Whoever still writes there, another process too, gets EFAULT (over cma) instead of writing. A transport of this
+        process must not: a read or a write by the CPU ends the process. The addresses are never given to anybody else
+        as long as this object lives.
+
+        Raises:
+            ConfigError: not whole pages of this memory; nothing has changed.
+            OSError: the system refused; nothing has changed.
+        """
+        if offset_bytes % PAGE_BYTES or length_bytes % PAGE_BYTES or length_bytes <= 0 or offset_bytes < 0:
+            raise ConfigError("retire", f"+{offset_bytes}, {length_bytes} bytes: whole pages of {PAGE_BYTES} only")
+        if offset_bytes + length_bytes > self.length_bytes:
+            raise ConfigError("retire", f"+{offset_bytes}, {length_bytes} bytes lie outside of {self.length_bytes}")
+        make_inaccessible(self.address + offset_bytes, length_bytes)
+
+
+def make_inaccessible(address: int, length_bytes: int) -> None:
+    """Replace whole pages of this process by pages that nobody can read or write. For good: see `HostMemory.retire`.
+
+    Raises:
+        OSError: the system refused; nothing has changed.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    numbers = [ctypes.c_int] * 3
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *numbers, ctypes.c_long]
+    flags = _MAP_PRIVATE | _MAP_FIXED | _MAP_ANONYMOUS | _MAP_NORESERVE
+    if libc.mmap(address, length_bytes, _PROT_NONE, flags, -1, 0) in (None, _MAP_FAILED):
+        code = ctypes.get_errno()
+        raise OSError(code, f"an inaccessible mapping was refused: {os.strerror(code)}")
 
 
 def locate(field: str, buffer: Any) -> tuple[int, int]:  # noqa: ANN401 - anything that exposes memory

@@ -23,6 +23,9 @@ MAX_SLOTS_PER_MESSAGE = 4096  # of a GRANT or RELEASE; more go in several
 MAX_COUNT = (1 << 31) - 1
 MAX_TEXT = 2048  # characters
 MAX_TRANSPORTS = 8  # that an agent offers
+MAX_SEGMENTS = 1024  # of staging memory
+MAX_SLOTS = 1 << 20  # of an agent
+MIN_HEARTBEAT_MS = 10  # a peer must not be able to make us send without a pause
 FRAME_HEADER = struct.Struct(">I")
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
@@ -38,6 +41,9 @@ Span = tuple[Index, Index]
 SlotEpoch = tuple[Index, Sequence]
 Spans = Annotated[list[Span], Meta(max_length=64)]
 SlotEpochs = Annotated[list[SlotEpoch], Meta(max_length=MAX_SLOTS_PER_MESSAGE)]
+SlotCount = Annotated[int, Meta(ge=1, le=MAX_SLOTS)]
+SegmentFacts = tuple[Address, SlotCount, Index]  # address, slots, device
+Checksum = Annotated[int, Meta(ge=0)]  # up to 2**64 - 1, as far as MessagePack goes
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 
 
@@ -82,6 +88,12 @@ class Hello(Message, frozen=True, tag="hello"):
         transports: data planes that I can use, the best first. The link uses the first of the prefill side's list that
             the decode side has too.
         slot_bytes: my staging slot; a chunk is at most the smaller of both sides' slots.
+        heartbeat_ms: how often I would send HEARTBEAT; the link uses the smaller of both sides' intervals.
+        lease_ms: how long I wait for a sign of life before I give the peer up.
+        host: equal in two processes only if they share a kernel and a process namespace; empty where unknown.
+        pid, started: of my process, in that namespace: its number, and when it started, in the kernel's clock ticks
+            since boot. Together they name one process life. 0 where unknown.
+        checksum: algorithm of the checksum that every chunk carries; empty for none. Both sides must name the same.
     """
 
     version: Index
@@ -97,16 +109,40 @@ class Hello(Message, frozen=True, tag="hello"):
     owns: Annotated[list[tuple[Index, Index]], Meta(min_length=1, max_length=65536)]
     transports: Annotated[list[Name], Meta(min_length=1, max_length=MAX_TRANSPORTS)]
     slot_bytes: Size
+    heartbeat_ms: Annotated[int, Meta(ge=MIN_HEARTBEAT_MS, le=MAX_COUNT)]
+    lease_ms: Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+    host: Annotated[str, Meta(max_length=256)]
+    pid: Index
+    started: Size
+    checksum: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Regions(Message, frozen=True, tag="regions"):
-    """Target to initiator, before its first GRANT: where the staging slots lie and how to reach them."""
+    """Target to initiator: where the staging slots lie and how to reach them.
 
-    address: Address
-    num_slots: Annotated[int, Meta(ge=1, le=1 << 20)]
-    slot_bytes: Annotated[int, Meta(ge=1, lt=1 << 40)]
-    device: Index
+    It comes before the first GRANT, and again before any GRANT of a slot in a new segment. A later one begins with the
+    segments of the one before.
+
+    Attributes:
+        segments: (address, number of slots, device) of each piece of memory, in the order of the slots' numbers.
+        slot_bytes: from one slot of a segment to the next.
+    """
+
+    segments: Annotated[list[SegmentFacts], Meta(min_length=1, max_length=MAX_SEGMENTS)]
+    slot_bytes: Annotated[int, Meta(ge=1, le=1 << 40)]
     metadata: Annotated[bytes, Meta(max_length=MAX_FRAME_BYTES)]
+
+    @property
+    def num_slots(self) -> int:
+        return sum(count for _, count, _ in self.segments)
+
+    def place(self, slot: int) -> tuple[int, int]:
+        """(address, device) of a slot below `num_slots`."""
+        for address, count, device in self.segments:
+            if slot < count:
+                return address + slot * self.slot_bytes, device
+            slot -= count
+        raise IndexError(f"there are {self.num_slots} slots")
 
 
 class Expect(Message, frozen=True, tag="expect"):
@@ -225,6 +261,11 @@ class Abort(Message, frozen=True, tag="abort"):
 
     With `transfer` 0 it goes by its name across agents, (key, prefill replica, decode replica, attempt): to participants
     that have no transfer of it on this link, or not yet.
+
+    Attributes:
+        culprit: who began; empty for the sender itself.
+        counterpart: only between two agents of one engine: the engine on the other side of the transfer. Empty there where
+            the call that failed had not found its counterpart; the index of that replica then means nothing.
     """
 
     transfer: SequenceOrNone
@@ -235,12 +276,34 @@ class Abort(Message, frozen=True, tag="abort"):
     code: ErrorCode
     culprit: Text
     message: Text
+    counterpart: Annotated[str, Meta(max_length=256)] = ""
 
 
 class Quiesced(Message, frozen=True, tag="quiesced"):
     """Prefill to decode after an abort: every posted WRITE has succeeded or none was posted; all grants are free."""
 
     transfer: Sequence
+
+
+class Settle(Message, frozen=True, tag="settle"):
+    """Prefill to decode, on a link that came back: every WRITE that I posted on former links to you is over.
+
+    Nothing of them is still on its way to your slots; what they granted is yours again.
+    """
+
+
+class Heartbeat(Message, frozen=True, tag="heartbeat"):
+    """Either side, every interval: I live.
+
+    Attributes:
+        number: of my heartbeats on this link, ascending.
+        heard: number of the last one that I heard of you; 0 for none.
+        answer: acknowledge this one at once, rather than with your next heartbeat.
+    """
+
+    number: Sequence
+    heard: SequenceOrNone
+    answer: bool = False
 
 
 class Bye(Message, frozen=True, tag="bye"):
@@ -252,14 +315,30 @@ class Bye(Message, frozen=True, tag="bye"):
 
 
 ControlMessage = (
-    Hello | Regions | Expect | Offer | Grant | Reject | Release | Start | Ack | Finish | Done | Abort | Quiesced | Bye
+    Hello
+    | Regions
+    | Expect
+    | Offer
+    | Grant
+    | Reject
+    | Release
+    | Start
+    | Ack
+    | Finish
+    | Done
+    | Abort
+    | Quiesced
+    | Settle
+    | Heartbeat
+    | Bye
 )
 
 
 class Notification(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What follows the data of one WRITE over the data plane: which box lies in which granted slot.
 
-    `move` is the move's number in the route that both sides computed.
+    `move` is the move's number in the route that both sides computed. `checksum` is that of the packed chunk, by the
+    algorithm that both sides' HELLOs name; None where they name none.
     """
 
     transfer: Sequence
@@ -268,6 +347,7 @@ class Notification(Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     move: Index
     layers: Span
     tokens: Span
+    checksum: Checksum | None = None
 
 
 def text_field(text: str) -> str:

@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Final, Protocol
 
 from rdma_kv.config import StagingConfig, Timeouts
+from rdma_kv.datalinks import DataLinks, succeeded
+from rdma_kv.entry import Entry, StageTimes
 from rdma_kv.errors import (
     ClosedError,
     LocalProtocolError,
     RdmaKvError,
     RemoteProtocolError,
+    StagingFull,
     TransportError,
 )
+from rdma_kv.growth import Growth
+from rdma_kv.holds import INITIATOR_FIRST_S, Holds
 from rdma_kv.kernels.launch import Chunk
-from rdma_kv.memory import HostMemory
 from rdma_kv.messages import (
     Abort,
     Ack,
@@ -58,16 +62,17 @@ from rdma_kv.protocol.actions import (
 from rdma_kv.protocol.incoming import IncomingState, IncomingTransfer
 from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
-from rdma_kv.transport.base import NOT_POSTED, Endpoint, WritePair
+from rdma_kv.staging import Staging
+from rdma_kv.transport.base import NOT_POSTED, WritePair
 from rdma_kv.transport.planes import Planes
-from rdma_kv.types import Descriptor, Interval, Region, Role
+from rdma_kv.turns import Turns
+from rdma_kv.types import Descriptor, Interval, Role
 
 logger = logging.getLogger(__name__)
 
-_LINGER_S = 0.1  # of listening; each change of mind costs a message, and with NIXL polling meanwhile costs little
+__all__ = ["Entry", "Mover", "StageTimes"]
 
-_RETAINED: list[HostMemory] = []
-"""Staging whose agent has closed while a transport may still have touched it: kept until the process exits."""
+_FENCES_S: Final = 6.0  # that closing waits for; a fence takes some milliseconds, and a transport gives up after 5 s
 
 
 class Matchmaker(Protocol):
@@ -77,7 +82,7 @@ class Matchmaker(Protocol):
 
     def on_offer(self, peer: Peer, message: Offer) -> None: ...
 
-    def on_offer_withdrawn(self, peer: Peer, number: int) -> None: ...
+    def on_offer_withdrawn(self, peer: Peer, abort: Abort) -> None: ...
 
     def on_offer_repeated(self, peer: Peer, message: Offer) -> bool: ...
 
@@ -93,36 +98,9 @@ class SlotWorker(Protocol):
 
     def chunk(self, plan: LinkPlan, box: Box, tables: PageTables, packed_address: int) -> Chunk: ...
 
-    async def gather(self, chunk: Chunk) -> None: ...
+    async def gather(self, chunk: Chunk, *, checksum: bool = False) -> int | None: ...
 
-    async def scatter(self, chunk: Chunk) -> None: ...
-
-
-@dataclass
-class StageTimes:
-    """Seconds spent in each stage, summed over boxes (boxes overlap)."""
-
-    gather: float = 0.0
-    write: float = 0.0
-    scatter: float = 0.0
-
-
-@dataclass(eq=False)
-class Entry:
-    """One transfer on one link, with what the shell needs to serve it.
-
-    Attributes:
-        outcome: resolved once, when the caller's pages are no longer touched: None or the error.
-    """
-
-    peer: Peer
-    machine: OutgoingTransfer | IncomingTransfer
-    tables: PageTables
-    outcome: asyncio.Future[RdmaKvError | None]
-    times: StageTimes = field(default_factory=StageTimes)
-    writes: set[asyncio.Task[None]] = field(default_factory=set)
-    timer: asyncio.TimerHandle | None = None
-    timer_at: float | None = None
+    async def scatter(self, chunk: Chunk, *, expected: int | None = None) -> int | None: ...
 
 
 class Mover:
@@ -147,30 +125,40 @@ class Mover:
         self._planes = planes
         self._packer = packer
         self._matchmaker = matchmaker
-        self._staging = staging
+        self._config = staging
         self._timeouts = timeouts
         self._pool = SlotPool(staging.slots)
-        self._memory = HostMemory(staging.slots * staging.slot_bytes)
+        self._staging = Staging(staging)
         self._entries: dict[tuple[str, int], Entry] = {}  # numbered transfers, by (peer, number)
         self._sending: dict[tuple[str, TransferName], Entry] = {}  # sends under way, by peer and name
         self._expecting: dict[tuple[str, TransferName], Entry] = {}  # receives without OFFER, by peer and name
-        self._endings: dict[str, asyncio.Task[None]] = {}  # data links that are being closed, by peer
-        self._wanting: dict[
-            str, dict[Entry, None]
-        ] = {}  # who can use a slot, by peer, both in the order of their turns
-        self._unanswered: dict[Entry, None] = {}  # whose peer waits for the first GRANT
-        self._handing_out = False
+        self._ahead: set[IncomingTransfer] = set()  # those that had slots given ahead when last looked at
         self._quiet = asyncio.Event()  # no transfer is on its way to an end
         self._tasks = Tasks()
         self._closing = False
-        self._closed = False  # the data plane has ended
+        self._holds = Holds(
+            role, self._pool, self._staging, timeouts.quiesce, perform=self._perform, changed=self._on_holds_changed
+        )
+        self._turns = Turns(self._pool, perform=self._perform, on_scarce=self._on_scarce)
+        self._links = DataLinks(
+            planes,
+            self._staging,
+            self._tasks,
+            former_ended=self._holds.ended,
+            on_notification=self._on_notification,
+            on_exported=self._on_exported,
+        )
+        self._growth = Growth(
+            staging, self._pool, self._staging, planes, self._links, self._tasks, grown=self._turns.hand_out
+        )
         self.counters: Counter[str] = Counter()
         self.lanes: set[str] = set()  # that have carried a WRITE
 
     # --- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        await self._planes.start(self._memory.address, self._memory.length_bytes)
+        (segment,) = self._staging.segments
+        await self._planes.start(segment.memory.address, segment.memory.length_bytes)
 
     async def close(self) -> None:
         """Fail what is under way, wait (bounded) until it has settled, and end the data plane."""
@@ -186,25 +174,32 @@ class Mover:
                 await self._quiet.wait()
         except TimeoutError:
             logger.warning("closing while %d transfers have not settled", len(self._entries))
-        self._closed = True
-        await self._planes.close()
-        await self._tasks.close()
-        for entry in entries:
-            if entry.timer is not None:
-                entry.timer.cancel()
-        if any(reason is Hold.UNPROVEN or reason is Hold.GRANTED for _, reason in self._pool.held()):
-            _RETAINED.append(self._memory)
+        await self._holds.close(INITIATOR_FIRST_S + _FENCES_S)
+        self._links.closed = True
+        ended = False
+        try:
+            await self._planes.close()
+            ended = True
+        finally:
+            await self._tasks.close()
+            for entry in entries:
+                if entry.timer is not None:
+                    entry.timer.cancel()
+            held = {reason for _, reason in self._pool.held()}
+            if not ended or self._pool.retired or held & {Hold.UNPROVEN, Hold.GRANTED, Hold.WRITE}:
+                self._staging.retain()
 
     def stats(self) -> dict[str, Any]:
-        """Slots, transfers, transports and tasks: `free + sum(held) == total`."""
+        """Slots, transfers, transports and tasks: `free + sum(held) + retired == total`."""
         return {
             "slots_total": self._pool.total,
             "slots_free": self._pool.free,
             "slots_held": {f"{peer}:{reason.value}": n for (peer, reason), n in self._pool.held().items()},
+            "slots_retired": self._pool.retired,
             "transfers": len(self._entries) + len(self._expecting),
             "transports": self._planes.states(),
             "tasks": len(self._tasks),
-            "counters": dict(self.counters),
+            "counters": dict(self.counters + self._holds.counters),
         }
 
     # --- transfers -----------------------------------------------------------------------------------------------------
@@ -230,8 +225,8 @@ class Mover:
             self._perform(entry, entry.machine.link_lost(peer.lost, self._now()))
             return entry
         self._planes.prepare(peer.transport)  # both sides start theirs while they look for each other
-        if peer.unwritable is not None and peer.regions is not None:
-            self._make_writable(peer, peer.regions)  # what failed for another transfer may work now
+        if peer.unwritable is not None:
+            self._links.make_writable(peer)  # what failed for another transfer may work now
         machine = entry.machine
         assert isinstance(machine, OutgoingTransfer)
         self._perform(entry, machine.offer(pushes))
@@ -290,15 +285,19 @@ class Mover:
         machine, peer = entry.machine, entry.peer
         assert isinstance(machine, IncomingTransfer)
         exported = peer.exported
-        if machine.state is not IncomingState.EXPECTING or exported is None or not _succeeded(exported):
+        if machine.state is not IncomingState.EXPECTING or exported is None or not succeeded(exported):
             return []
-        ahead = sum(e.machine.given_ahead for e in self._expecting.values() if isinstance(e.machine, IncomingTransfer))
-        room = self._pool.total // 4 - ahead
+        if self._turns.is_suspect(peer):
+            return []
+        self._ahead = {m for m in self._ahead if m.state is IncomingState.EXPECTING and m.given_ahead}
+        room = self._pool.working // 4 - sum(m.given_ahead for m in self._ahead)
         count = machine.plan.count_boxes(machine.wanted, room) if room > 0 else 0
         slots: list[SlotRef] = []
         while len(slots) < count <= room and (slot := self._pool.acquire(peer.name, Hold.GRANTED)) is not None:
             slots.append(slot)
         machine.give_ahead(slots)
+        if slots:
+            self._ahead.add(machine)
         self.counters["slots_ahead"] += len(slots)
         return [(slot.index, slot.epoch) for slot in slots]
 
@@ -323,33 +322,43 @@ class Mover:
 
     def on_lost(self, peer: Peer, error: RdmaKvError) -> None:
         """The control stream to a peer has ended: its transfers fail, its data link closes."""
-        for entry in [*self._entries.values(), *self._expecting.values()]:
-            if entry.peer is peer:
-                self._perform(entry, entry.machine.link_lost(error, self._now()))
+        entries = [entry for entry in [*self._entries.values(), *self._expecting.values()] if entry.peer is peer]
+        if not self._links.closed:  # otherwise the transport has ended the endpoint
+            self._holds.lost(peer, entries)
+        for entry in entries:
+            self._perform(entry, entry.machine.link_lost(error, self._now()))
         for place in [place for place, entry in self._expecting.items() if entry.peer is peer]:
-            del self._expecting[place]  # what it gave ahead stays held; a new link may expect the same name
+            del self._expecting[place]  # what it gave ahead is held by the link; a new one may expect the same name
         self._matchmaker.on_lost(peer)
-        for task in (peer.writable, peer.exported):
-            if task is not None:
-                task.cancel()
-        if peer.endpoint is not None and not self._closed:  # otherwise the transport has closed it
-            ending = self._tasks.spawn(self._close_endpoint(peer), f"close {peer.name}")
-            self._endings[peer.name] = ending
-            ending.add_done_callback(lambda _: self._endings.pop(peer.name, None))
+        self._links.lost(peer)
+        self._turns.trust(peer)
 
-    async def _close_endpoint(self, peer: Peer) -> None:
-        """Close the data link when the WRITEs on it have ended, or have had their time."""
-        writes = [task for entry in self._entries.values() if entry.peer is peer for task in entry.writes]
-        if writes:
-            await asyncio.wait(writes, timeout=self._timeouts.quiesce)
-        if peer.endpoint is not None:
-            await peer.endpoint.close()
+    def on_suspect(self, peer: Peer) -> None:
+        """A peer is silent: it gets no more slots. (Its WRITEs ask `Peer.until_may_post`.)"""
+        self._turns.suspect(peer)
+
+    def on_alive(self, peer: Peer) -> None:
+        """A suspect peer was heard again."""
+        self._turns.trust(peer)
+        self._turns.hand_out()
+
+    def on_dead(self, peer_name: str) -> None:
+        """The process of an incarnation is proven dead."""
+        self._holds.on_dead(peer_name)
+
+    def on_settle(self, peer: Peer) -> None:
+        """A peer that has come back says that all WRITEs of its former links are over."""
+        self._holds.on_settle(peer)
+
+    async def settled(self, peer_name: str) -> bool:
+        """Whether all that we posted on former links to an incarnation is over; waits `quiesce` at most."""
+        return await self._holds.settled(peer_name)
 
     def _on_prefill(self, peer: Peer, message: ControlMessage) -> None:
         now = self._now()
         match message:
             case Regions():
-                self._on_regions(peer, message)
+                self._links.on_regions(peer, message)
             case Expect():
                 self.counters["expects"] += 1
                 sending = self._sending.get((peer.name, TransferName.of(message)))
@@ -417,7 +426,7 @@ class Mover:
         """A message for a transfer that is not live here: an OFFER that still waits, or one that has ended."""
         self._check_number(peer, message.transfer, peer.numbers.high_water)
         if isinstance(message, Abort):
-            self._matchmaker.on_offer_withdrawn(peer, message.transfer)
+            self._matchmaker.on_offer_withdrawn(peer, message)
 
     def _check_number(self, peer: Peer, number: int, highest: int) -> None:
         """Late messages for an ended transfer are normal; numbers that were never used are not."""
@@ -447,9 +456,7 @@ class Mover:
         assert isinstance(machine, IncomingTransfer)
         self._expecting.pop((peer.name, _name_of(machine)), None)
         self._entries[peer.name, offer.transfer] = entry
-        if peer.exported is None:
-            peer.exported = self._tasks.spawn(self._export(peer), f"export to {peer.name}")
-            peer.exported.add_done_callback(lambda task: self._exported(peer, task))
+        self._links.export(peer)
         self._perform(entry, machine.offered(offer, self._now()))
         early, peer.early = peer.early, []
         for message in early:
@@ -457,56 +464,15 @@ class Mover:
 
     # --- the data link -------------------------------------------------------------------------------------------------
 
-    def _on_regions(self, peer: Peer, message: Regions) -> None:
-        if peer.regions is not None:
-            raise RemoteProtocolError(str(peer.id), "a second REGIONS")
-        peer.regions = message
-        if not self._closing:
-            self._make_writable(peer, message)
-
-    def _make_writable(self, peer: Peer, regions: Regions) -> None:
-        peer.unwritable = None
-        peer.writable = self._tasks.spawn(self._connect(peer, regions.metadata), f"connect {peer.name}")
-
-    async def _connect(self, peer: Peer, metadata: bytes) -> None:
-        """Make the peer's slots writable. A failure is kept for the WRITEs that await it."""
-        try:
-            peer.endpoint, _ = await self._endpoint(peer)
-            await peer.endpoint.connect(metadata)
-        except RdmaKvError as exc:
-            peer.unwritable = exc
-
-    async def _endpoint(self, peer: Peer) -> tuple[Endpoint, Region]:
-        """The data link to a peer, and our staging there; a link before it to the same incarnation has ended first."""
-        ending = self._endings.get(peer.name)
-        if ending is not None:
-            await asyncio.wait([ending])
-        plane = await self._planes.plane(peer.transport)
-        return plane.transport.endpoint(peer.name), plane.staging
-
     def _remote_slots(self, peer: Peer) -> int:
         if peer.regions is None:
             raise RemoteProtocolError(str(peer.id), "GRANT before REGIONS")
         return peer.regions.num_slots
 
-    async def _export(self, peer: Peer) -> None:
-        """Tell an initiator where our staging lies, before its first GRANT."""
-        peer.endpoint, region = await self._endpoint(peer)
-        peer.endpoint.on_notification(lambda body: self._on_notification(peer, body))
-        metadata = await peer.endpoint.metadata()
-        staging = self._staging
-        peer.send(Regions(region.address, staging.slots, staging.slot_bytes, region.device, metadata))
-
-    def _exported(self, peer: Peer, task: asyncio.Task[None]) -> None:
-        """REGIONS is out: grants can follow. Or it cannot be: what waits fails, and the next transfer tries again."""
-        error = None if task.cancelled() else task.exception()
-        if error is not None and peer.exported is task:
-            peer.exported = None
+    def _on_exported(self, peer: Peer, error: RdmaKvError | None) -> None:
+        """The peer knows our staging, or cannot be told: what waits for slots fails then."""
         for entry in [e for e in self._entries.values() if e.peer is peer]:
-            if isinstance(error, RdmaKvError):
-                self._perform(entry, entry.machine.fail(error, self._now()))
-            else:
-                self._perform(entry, [])
+            self._perform(entry, [] if error is None else entry.machine.fail(error, self._now()))
 
     def _on_notification(self, peer: Peer, body: bytes) -> None:
         try:
@@ -538,12 +504,14 @@ class Mover:
         """Obey, then give slots to whoever can use them, and watch the deadline."""
         for action in actions:
             self._act(entry, action)
+        if entry.machine.error is not None and not entry.failed.done():
+            entry.failed.set_result(entry.machine.error)
         self._arm(entry)
         if entry.machine.settled and entry.outcome.done():
             self._forget(entry)
         self._note_quiet()
-        self._note_wanting(entry)
-        self._hand_out_slots()
+        self._turns.note(entry)
+        self._turns.hand_out()
 
     def _act(self, entry: Entry, action: Action) -> None:
         match action:
@@ -552,69 +520,49 @@ class Mover:
             case Gather(slot, box):
                 self.counters["boxes"] += 1
                 self._tasks.spawn(self._gather(entry, slot, box), f"gather {entry.machine.key}")
-            case PostWrite(slot, target, box):
+            case PostWrite(slot, target, box, checksum):
                 self._pool.change(slot, Hold.WRITE)
-                task = self._tasks.spawn(self._write(entry, slot, target, box), f"write {entry.machine.key}")
+                task = self._tasks.spawn(self._write(entry, slot, target, box, checksum), f"write {entry.machine.key}")
                 entry.writes.add(task)
                 task.add_done_callback(entry.writes.discard)
-            case Scatter(slot, box):
+            case Scatter(slot, box, checksum):
                 self.counters["boxes"] += 1
                 self._pool.change(slot, Hold.SCATTER)
-                self._tasks.spawn(self._scatter(entry, slot, box), f"scatter {entry.machine.key}")
+                self._tasks.spawn(self._scatter(entry, slot, box, checksum), f"scatter {entry.machine.key}")
             case ReleaseSlot(slot):
-                self._pool.release(slot)
+                self._holds.release(entry.peer, slot)
             case KeepSlot(slot):
-                self._pool.change(slot, Hold.UNPROVEN)
+                self._holds.keep(entry.peer, slot)
             case Listen(on):
-                self._listen(entry.peer, on=on)
+                self._links.listen(entry.peer, on=on)
             case Finished(error):
                 if not entry.outcome.done():
                     entry.outcome.set_result(error)
-
-    def _listen(self, peer: Peer, *, on: bool) -> None:
-        """Listen to a peer's notifications, and a little beyond the last transfer, as the next one may follow at once."""
-        if peer.endpoint is None:
-            return
-        if on:
-            if peer.lingering is None:
-                peer.endpoint.listen()
-            else:
-                peer.lingering.cancel()
-                peer.lingering = None
-        elif peer.lingering is None:
-            peer.lingering = asyncio.get_running_loop().call_later(_LINGER_S, self._unlisten, peer, peer.endpoint)
-        else:
-            peer.endpoint.unlisten()
-
-    def _unlisten(self, peer: Peer, endpoint: Endpoint) -> None:
-        peer.lingering = None
-        if peer.lost is None and not self._closed:
-            endpoint.unlisten()
 
     async def _gather(self, entry: Entry, slot: SlotRef, box: Box) -> None:
         machine = entry.machine
         assert isinstance(machine, OutgoingTransfer)
         begin = self._now()
-        error = await self._pack(entry, slot, box, self._packer.gather)
-        if error is not None:
-            self._perform(entry, machine.gather_failed(slot, error, self._now()))
+        kernel = partial(self._packer.gather, checksum=True) if entry.peer.identity.checksum else self._packer.gather
+        result = await self._pack(entry, slot, box, kernel)
+        if isinstance(result, RdmaKvError):
+            self._perform(entry, machine.gather_failed(slot, result, self._now()))
             return
         entry.times.gather += self._now() - begin
-        self._perform(entry, machine.gathered(slot))
+        self._perform(entry, machine.gathered(slot, result))
 
     async def _pack(
-        self, entry: Entry, slot: SlotRef, box: Box, kernel: Callable[[Chunk], Awaitable[None]]
-    ) -> RdmaKvError | None:
-        """Run gather or scatter of a box in a slot; whatever goes wrong there is told to caller and peer."""
+        self, entry: Entry, slot: SlotRef, box: Box, kernel: Callable[[Chunk], Awaitable[int | None]]
+    ) -> RdmaKvError | int | None:
+        """Run gather or scatter of a box in a slot: what it returns, or the error for caller and peer if it goes wrong."""
         try:
-            await kernel(self._packer.chunk(entry.machine.plan, box, entry.tables, self._address(slot)))
+            return await kernel(self._packer.chunk(entry.machine.plan, box, entry.tables, self._address(slot)))
         except RdmaKvError as exc:
             return exc
         except Exception as exc:  # noqa: BLE001 - a kernel's own failure
             return LocalProtocolError(f"gather or scatter failed: {exc!r}")
-        return None
 
-    async def _write(self, entry: Entry, slot: SlotRef, target: SlotRef, box: Box) -> None:
+    async def _write(self, entry: Entry, slot: SlotRef, target: SlotRef, box: Box, checksum: int | None) -> None:
         machine, peer = entry.machine, entry.peer
         assert isinstance(machine, OutgoingTransfer)
         begin = self._now()
@@ -623,15 +571,18 @@ class Mover:
             if peer.writable is None or peer.regions is None:
                 raise TransportError(peer.transport, NOT_POSTED, "no data link")
             await asyncio.shield(peer.writable)
+            await peer.until_may_post()
+            if peer.lost is not None:
+                raise TransportError(peer.transport, NOT_POSTED, f"the link has ended: {peer.lost}")
+            if machine.error is not None:
+                raise TransportError(peer.transport, NOT_POSTED, f"given up meanwhile: {machine.error}")
             if peer.unwritable is not None or peer.endpoint is None:
                 raise TransportError(
                     peer.transport, NOT_POSTED, f"no data link: {peer.unwritable}"
                 ) from peer.unwritable
             num_bytes = machine.plan.box_bytes(box)
-            remote = peer.regions.address + target.index * peer.regions.slot_bytes
-            pair = WritePair(
-                Descriptor(self._address(slot), num_bytes), Descriptor(remote, num_bytes, peer.regions.device)
-            )
+            remote, device = peer.regions.place(target.index)
+            pair = WritePair(Descriptor(self._address(slot), num_bytes), Descriptor(remote, num_bytes, device))
             note = Notification(
                 machine.number,
                 target.index,
@@ -639,6 +590,7 @@ class Mover:
                 box.move,
                 (box.layers.start, box.layers.end),
                 (box.tokens.start, box.tokens.end),
+                checksum,
             )
             posted = True
             await peer.endpoint.write([pair], encode_notification(note))
@@ -655,83 +607,44 @@ class Mover:
         self.lanes.add(peer.endpoint.lane)
         self._perform(entry, machine.written(slot, self._now()))
 
-    async def _scatter(self, entry: Entry, slot: SlotRef, box: Box) -> None:
+    async def _scatter(self, entry: Entry, slot: SlotRef, box: Box, checksum: int | None) -> None:
         machine = entry.machine
         assert isinstance(machine, IncomingTransfer)
         begin = self._now()
-        error = await self._pack(entry, slot, box, self._packer.scatter)
-        if error is not None:
-            self._perform(entry, machine.scatter_failed(slot, error, self._now()))
+        kernel = partial(self._packer.scatter, expected=checksum) if checksum is not None else self._packer.scatter
+        result = await self._pack(entry, slot, box, kernel)
+        if isinstance(result, RdmaKvError):
+            self._perform(entry, machine.scatter_failed(slot, result, self._now()))
+            return
+        if checksum is not None and result is not None:
+            self.counters["checksum_failures"] += 1
+            self._perform(entry, machine.scatter_damaged(slot, box, checksum, result, self._now()))
             return
         entry.times.scatter += self._now() - begin
         self._perform(entry, machine.scattered(slot, self._now()))
 
     # --- slots ---------------------------------------------------------------------------------------------------------
 
-    def _hand_out_slots(self) -> None:
-        """One slot at a time: round robin over the peers, and over the transfers of each that can use one."""
-        if self._handing_out or not (self._wanting or self._unanswered):
+    def _on_scarce(self, peer_name: str) -> None:
+        """Unproven slots keep transfers with a peer from theirs: add memory, or wait for a proof, or end them."""
+        if self._holds.fencing or self._growth.request(peer_name):
             return
-        self._handing_out = True
-        try:
-            grants: dict[Entry, list[SlotRef]] = {entry: [] for entry in self._unanswered}
-            self._unanswered.clear()
-            peers = deque(self._wanting)
-            while peers:
-                name = peers.popleft()
-                if self._serve(name, grants):
-                    self._wanting[name] = self._wanting.pop(name, {})  # behind the others, also next time
-                    peers.append(name)
-                elif not self._wanting.get(name, True):
-                    del self._wanting[name]
-            for entry, slots in grants.items():
-                assert isinstance(entry.machine, IncomingTransfer)
-                self._perform(entry, entry.machine.grant(slots))
-        finally:
-            self._handing_out = False
+        if self._holds.hopeful or not self._pool.is_blocked(peer_name):
+            return
+        holders = ", ".join(f"{count} by {peer}" for peer, count in sorted(self._pool.unproven().items()))
+        text = f"no staging slot can be had: of {self._pool.working} are held without a proof {holders}; "
+        text += f"staging.max_staging_bytes allows no more than {self._config.max_slots} slots"
+        for entry in self._turns.wanting(peer_name):
+            self._perform(entry, entry.machine.fail(StagingFull(entry.machine.key, "staging", text), self._now()))
 
-    def _serve(self, name: str, grants: dict[Entry, list[SlotRef]]) -> bool:
-        """Give one slot to a transfer with that peer. False: none wants one, or there is none for this peer now."""
-        wanting = self._wanting.get(name, {})
-        while wanting and self._pool.can_acquire(name):
-            entry = next(iter(wanting))
-            del wanting[entry]
-            machine = entry.machine
-            if isinstance(machine, OutgoingTransfer):
-                if machine.runnable:
-                    self._perform(entry, machine.start_box(self._acquire(name, Hold.GATHER)))
-                    return True
-                continue
-            missing = machine.wanting - len(grants.get(entry, ()))
-            if missing > 0:
-                grants.setdefault(entry, []).append(self._acquire(name, Hold.GRANTED))
-                if missing > 1:
-                    wanting[entry] = None
-                return True
-        return False
-
-    def _acquire(self, name: str, reason: Hold) -> SlotRef:
-        slot = self._pool.acquire(name, reason)
-        assert slot is not None, "can_acquire was asked"
-        return slot
-
-    def _note_wanting(self, entry: Entry) -> None:
-        machine, name = entry.machine, entry.peer.name
-        if isinstance(machine, OutgoingTransfer):
-            wants = machine.runnable
-        else:
-            exported = entry.peer.exported
-            ready = exported is not None and _succeeded(exported)
-            wants = ready and machine.wanting > 0
-            if ready and machine.must_answer:
-                self._unanswered[entry] = None
-        if wants:
-            self._wanting.setdefault(name, {}).setdefault(entry)
-        elif (others := self._wanting.get(name)) is not None:
-            others.pop(entry, None)
+    def _on_holds_changed(self, peer_name: str) -> None:
+        if not self._closing:
+            if self._pool.usable < self._config.slots and self._pool.retired:
+                self._growth.request(peer_name)  # in place of what was retired
+            self._turns.hand_out()
 
     def _address(self, slot: SlotRef) -> int:
-        return self._memory.address + slot.index * self._staging.slot_bytes
+        return self._staging.address(slot.index)
 
     # --- small things --------------------------------------------------------------------------------------------------
 
@@ -741,7 +654,8 @@ class Mover:
     def _entry(self, peer: Peer, machine: OutgoingTransfer | IncomingTransfer, tables: PageTables) -> Entry:
         if self._closing:
             raise ClosedError("the agent is closed")
-        return Entry(peer, machine, tables, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        return Entry(peer, machine, tables, loop.create_future(), loop.create_future())
 
     def _arm(self, entry: Entry) -> None:
         """Have the machine's deadline driven by a timer."""
@@ -762,8 +676,7 @@ class Mover:
     def _forget(self, entry: Entry) -> None:
         machine = entry.machine
         self._entries.pop((entry.peer.name, machine.number), None)
-        self._wanting.get(entry.peer.name, {}).pop(entry, None)
-        self._unanswered.pop(entry, None)
+        self._turns.forget(entry)
         place = (entry.peer.name, _name_of(machine))
         for table in (self._expecting, self._sending):
             if table.get(place) is entry:
@@ -776,10 +689,6 @@ class Mover:
             self._quiet.set()
         else:
             self._quiet.clear()
-
-
-def _succeeded(task: asyncio.Task[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None
 
 
 def _name_of(machine: OutgoingTransfer | IncomingTransfer) -> TransferName:

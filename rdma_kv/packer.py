@@ -3,7 +3,7 @@
 The packer never sees a peer, a transport or the protocol. It fills a staging slot with a box (gather) or empties one
 (scatter); the addresses come from the planner's arithmetic over the registered layouts. All boxes that are ready when a
 launch begins go into that one launch, whatever transfer or replica they belong to. Kernels run on one worker thread, never
-on the event loop.
+on the event loop. So do checksums of slots: behind the gather, while the slot is in the cache, and before the scatter.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from rdma_kv.errors import ConfigError
+from rdma_kv.kernels.checksum import Piece, checksums
 from rdma_kv.kernels.launch import Chunk
 from rdma_kv.kernels.reference import gather, scatter
 from rdma_kv.layout import KvLayout
@@ -57,8 +58,8 @@ class Packer:
         self._pools: dict[tuple[int, int], Pool] = {}  # (component, rank)
         self._claimed = np.empty((0, 2), dtype=np.int64)  # [start, end) of all pool buffers
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="rdma-kv-packer")
-        self._gathers = _Batcher(gather, self._executor)
-        self._scatters = _Batcher(scatter, self._executor)
+        self._gathers = _Batcher(gather, _gather_launch, self._executor)
+        self._scatters = _Batcher(scatter, _scatter_launch, self._executor)
 
     @property
     def launches(self) -> tuple[int, int]:
@@ -193,43 +194,85 @@ class Packer:
             row_bytes=pool.layout.row_bytes,
         )
 
-    async def gather(self, chunk: Chunk) -> None:
-        """Pages to slot. Returns when the slot is filled."""
-        await self._gathers.run(chunk)
+    async def gather(self, chunk: Chunk, *, checksum: bool = False) -> int | None:
+        """Pages to slot. Returns when the slot is filled; its checksum, if that is asked for."""
+        return await self._gathers.run(_Job(chunk, checksum=checksum))
 
-    async def scatter(self, chunk: Chunk) -> None:
-        """Slot to pages. Returns when the pages are filled."""
-        await self._scatters.run(chunk)
+    async def scatter(self, chunk: Chunk, *, expected: int | None = None) -> int | None:
+        """Slot to pages. Returns when the pages are filled.
+
+        Args:
+            expected: the checksum that the slot must have. If it has another, that one is returned, and no page was touched.
+        """
+        return await self._scatters.run(_Job(chunk, checksum=expected is not None, expected=expected))
 
 
-_Waiting = tuple[Chunk, asyncio.Future[None]]
+class _Job(NamedTuple):
+    """One chunk of a launch.
+
+    Attributes:
+        checksum: whether that of its packed form is needed.
+        expected: what it must be before a scatter.
+    """
+
+    chunk: Chunk
+    checksum: bool = False
+    expected: int | None = None
+
+
+Kernel = Callable[[Sequence[Chunk]], None]
+_Launch = Callable[[Kernel, Sequence[_Job]], Sequence[int | None]]
+_Waiting = tuple[_Job, asyncio.Future[int | None]]
+
+
+def _sums(jobs: Sequence[_Job]) -> list[int | None]:
+    """The checksums that are needed, each in its job's place."""
+    pieces = [Piece(job.chunk.packed_address, job.chunk.packed_bytes) for job in jobs if job.checksum]
+    found = iter(checksums(pieces) if pieces else ())
+    return [next(found) if job.checksum else None for job in jobs]
+
+
+def _gather_launch(kernel: Kernel, jobs: Sequence[_Job]) -> Sequence[int | None]:
+    """Gather all, then sum them up. Per job: its checksum, if one is needed."""
+    kernel([job.chunk for job in jobs])
+    return _sums(jobs)
+
+
+def _scatter_launch(kernel: Kernel, jobs: Sequence[_Job]) -> Sequence[int | None]:
+    """Scatter those whose checksum is as expected. Per job: None, or the other checksum that its chunk has."""
+    wrong = [None if found == job.expected else found for job, found in zip(jobs, _sums(jobs), strict=True)]
+    good = [job.chunk for job, found in zip(jobs, wrong, strict=True) if found is None]
+    if good:
+        kernel(good)
+    return wrong
 
 
 class _Batcher:
-    """Runs a kernel on the worker thread over everything that waits at that moment.
+    """Runs a kernel on the worker thread over everything that waits at that moment; each job has a result of its own.
 
     The thread takes the next launch by itself: while the loop is busy, with the copying of a transport for instance, the
     work goes on.
     """
 
-    def __init__(self, kernel: Callable[[Sequence[Chunk]], None], executor: ThreadPoolExecutor) -> None:
+    def __init__(self, kernel: Kernel, launch: _Launch, executor: ThreadPoolExecutor) -> None:
         self.kernel = kernel
         self.launches = 0
+        self._launch = launch
         self._executor = executor
         self._lock = threading.Lock()  # of the two below
         self._waiting: list[_Waiting] = []
         self._running = False
 
-    async def run(self, chunk: Chunk) -> None:
-        """Returns when the kernel is done with `chunk`. A launch goes on if the caller is cancelled."""
+    async def run(self, job: _Job) -> int | None:
+        """Returns when the kernel is done with the job: its result. A launch goes on if the caller is cancelled."""
         loop = asyncio.get_running_loop()
-        done: asyncio.Future[None] = loop.create_future()
+        done: asyncio.Future[int | None] = loop.create_future()
         with self._lock:
-            self._waiting.append((chunk, done))
+            self._waiting.append((job, done))
             begin, self._running = not self._running, True
         if begin:
             loop.call_soon(self._begin, loop)  # with what else gets ready in this turn of the loop
-        await done
+        return await done
 
     def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -237,27 +280,28 @@ class _Batcher:
         except RuntimeError as exc:  # the executor was shut down
             with self._lock:
                 waiting, self._waiting, self._running = self._waiting, [], False
-            _settle(waiting, exc)
+            _settle(waiting, (), exc)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         """On the worker thread."""
         while batch := self._next():
             self.launches += 1
+            results: Sequence[int | None] = ()
             error = None
             try:
-                self.kernel([chunk for chunk, _ in batch])
+                results = self._launch(self.kernel, [job for job, _ in batch])
             except Exception as exc:  # noqa: BLE001 - reported to every caller of this launch
                 error = exc
             with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(_settle, batch, error)
+                loop.call_soon_threadsafe(_settle, batch, results, error)
 
     def _next(self) -> list[_Waiting]:
         """Take what goes into one launch: everything, or as much as is not worth waiting for the rest."""
         with self._lock:
             count = num_bytes = 0
-            for chunk, _ in self._waiting:
+            for job, _ in self._waiting:
                 count += 1
-                num_bytes += chunk.packed_bytes
+                num_bytes += job.chunk.packed_bytes
                 if num_bytes >= _LAUNCH_BYTES:
                     break
             batch, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -265,11 +309,11 @@ class _Batcher:
         return batch
 
 
-def _settle(batch: Sequence[_Waiting], error: Exception | None) -> None:
-    for _, done in batch:
+def _settle(batch: Sequence[_Waiting], results: Sequence[int | None], error: Exception | None) -> None:
+    for place, (_, done) in enumerate(batch):
         if done.done():
             continue
         if error is None:
-            done.set_result(None)
+            done.set_result(results[place])
         else:
             done.set_exception(error)

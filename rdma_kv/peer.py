@@ -2,6 +2,15 @@
 
 A `Peer` owns everything about one incarnation of one remote agent: the control connection, the data endpoint, what it
 exported to us, and the numbers of its transfers. When it is lost it is dropped whole; a restarted peer is a new object.
+
+How a link ends: BYE or the end of the stream; the end of the peer's lease; the proven death of its process; a new
+connection of the same agent that takes its place. The last is decided by asking: an agent that has lost its stream, or
+has restarted, dials again, maybe before the end of the old stream is noticed here. So the old link is asked for a sign
+of life; where none comes, it is given up for the new one. Where one comes, the new one is refused: from the same
+incarnation it is a leftover of a double dial, and may be tried again; from another, two live processes claim one identity.
+
+A lost peer is dialed again without a call (for `Timeouts.redial`), so that a restarted one is known again within a
+second or two of listening, and what both sides still hold for each other can be settled.
 """
 
 from __future__ import annotations
@@ -14,6 +23,7 @@ from typing import Any, Protocol
 
 from rdma_kv.config import Limits, Timeouts
 from rdma_kv.control import Connection
+from rdma_kv.deaths import DeathWatch
 from rdma_kv.errors import (
     ClosedError,
     ConfigError,
@@ -22,15 +32,21 @@ from rdma_kv.errors import (
     RdmaKvError,
     RemoteProtocolError,
 )
-from rdma_kv.messages import Bye, ControlMessage, Notification, Regions
+from rdma_kv.messages import Bye, ControlMessage, Heartbeat, Notification, Regions, Settle
 from rdma_kv.protocol.link import DOUBLE_DIAL, Identity, Link, LinkState, bye, keeps_dialed
+from rdma_kv.protocol.liveness import LifeState
+from rdma_kv.pulse import Pulse
 from rdma_kv.registry.static import AgentRecord, EngineRecord
 from rdma_kv.transport.base import Endpoint
-from rdma_kv.types import AgentId
+from rdma_kv.types import AgentId, Role
 
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.02
+_ATTEMPT_S = 1.0  # for a connection to open: the kernel would try again in growing pauses, we begin anew
+_SECOND_TURN_S = 0.25  # before the larger identity looks for a lost peer: the smaller one has begun by then
+_ANSWER_S = 0.75  # for a sign of life over a link that another connection would replace
+_LAST_WORDS_S = 0.2  # to read what a dead process had sent; its stream has ended by then, as far as it was its own
 
 
 class Registry(Protocol):
@@ -58,6 +74,11 @@ class Tasks:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             logger.error("task %s failed", task.get_name(), exc_info=task.exception())
+
+    async def drain(self, timeout_s: float) -> None:
+        """Wait so long at most for what runs now."""
+        if self._tasks:
+            await asyncio.wait(list(self._tasks), timeout=timeout_s)
 
     async def close(self) -> None:
         """Cancel what still runs and wait for its end."""
@@ -91,7 +112,11 @@ class Peer:
         exported: done when our own staging was told to it.
         early: notifications that overtook their OFFER.
         lingering: the end of listening after the last transfer, while it is put off.
+        pulse: whether it lives; None only before the link is up.
+        reading: the task that reads its messages.
         lost: why the link has ended.
+        given_up: why we end it, before it has ended.
+        close: ends the control connection, after what is queued.
     """
 
     identity: Identity
@@ -105,7 +130,11 @@ class Peer:
     exported: asyncio.Task[None] | None = None
     early: list[Notification] = field(default_factory=list)
     lingering: asyncio.TimerHandle | None = None
+    pulse: Pulse | None = None
+    reading: asyncio.Task[None] | None = None
     lost: RdmaKvError | None = None
+    given_up: RdmaKvError | None = None
+    close: Callable[[Peer], None] | None = None
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -115,6 +144,21 @@ class Peer:
     def id(self) -> AgentId:
         return self.identity.id
 
+    @property
+    def may_post(self) -> bool:
+        """Whether a WRITE may be posted now: not to a lost or suspect peer, nor to one that may have given us up."""
+        return self.lost is None and (self.pulse is None or self.pulse.may_post)
+
+    async def until_may_post(self) -> None:
+        """Wait until a WRITE may be posted, or the link has ended: then `lost` says why."""
+        if self.pulse is not None:
+            await self.pulse.until_may_post()
+
+    @property
+    def suspect(self) -> bool:
+        """Whether it is silent for too long, but not yet lost."""
+        return self.pulse is not None and self.pulse.state is LifeState.SUSPECT
+
     def send(self, message: ControlMessage) -> None:
         """Put a message on the control stream; a broken stream is noticed by the reader."""
         if self.lost is None and self.connection.open:
@@ -123,13 +167,43 @@ class Peer:
             except PeerLostError as exc:
                 logger.debug("%s", exc)
 
+    def give_up(self, error: RdmaKvError) -> None:
+        """End the link from our side: the peer is told why, and `on_lost` follows with this error. Idempotent."""
+        if self.lost is None and self.given_up is None:
+            self.given_up = error
+            self.send(bye(error))
+            if self.close is not None:
+                self.close(self)
+
 
 class LinkUser(Protocol):
     """Who hears about peers: the mover."""
 
     def on_message(self, peer: Peer, message: ControlMessage) -> None: ...
 
-    def on_lost(self, peer: Peer, error: RdmaKvError) -> None: ...
+    def on_lost(self, peer: Peer, error: RdmaKvError) -> None:
+        """The link has ended, for whatever reason. The peer's memory is not proven out of reach by that."""
+        ...
+
+    def on_suspect(self, peer: Peer) -> None:
+        """Two heartbeats are overdue: post nothing new."""
+        ...
+
+    def on_alive(self, peer: Peer) -> None:
+        """A suspect peer has given a sign of life."""
+        ...
+
+    def on_dead(self, peer_name: str) -> None:
+        """The process of an incarnation is proven dead, maybe long after its link was lost (then `on_lost` came first)."""
+        ...
+
+    def on_settle(self, peer: Peer) -> None:
+        """The peer, a prefill agent, says that all WRITEs of its former links to us are over."""
+        ...
+
+    async def settled(self, peer_name: str) -> bool:
+        """Wait until all our WRITEs of former links to that incarnation are over. False: that cannot be known."""
+        ...
 
 
 @dataclass
@@ -140,6 +214,12 @@ class _Dial:
     task: asyncio.Task[None] | None = None
     greeting: bool = False  # our HELLO is out: a double dial is decided by identity; the peer may use the link already
     waiters: int = 0
+    until: float = 0.0  # it goes on without waiters up to then
+    hurry: asyncio.Event = field(default_factory=asyncio.Event)  # somebody new waits: no more pause
+
+    @property
+    def wanted(self) -> bool:
+        return self.waiters > 0 or asyncio.get_running_loop().time() < self.until
 
 
 class Links:
@@ -147,7 +227,6 @@ class Links:
 
     Args:
         identity: awaited before any HELLO; resolves when the agent's pools are registered.
-        clock: monotonic seconds.
     """
 
     def __init__(
@@ -170,6 +249,8 @@ class Links:
         self._dials: dict[AgentId, _Dial] = {}
         self._numbers: dict[AgentId, tuple[bytes, Numbers]] = {}  # by incarnation
         self._connections: set[Connection] = set()  # all that are open, greeted or not
+        self._own: AgentId | None = None  # known at the first handshake
+        self._deaths = DeathWatch(self._died)
         self._closing = False
         self.handshakes = 0
 
@@ -180,6 +261,15 @@ class Links:
     @property
     def open_tasks(self) -> int:
         return len(self._tasks)
+
+    @property
+    def watched(self) -> int:
+        """Processes whose death would be noticed by itself."""
+        return len(self._deaths)
+
+    def forget(self, peer_name: str) -> None:
+        """Nobody needs a proof of this incarnation's death any more; ends the watch over its process."""
+        self._deaths.forget(peer_name)
 
     # --- life ----------------------------------------------------------------------------------------------------------
 
@@ -210,6 +300,7 @@ class Links:
             peer.send(bye(error))
         await asyncio.gather(*(connection.close() for connection in list(self._connections)))
         await self._tasks.close()
+        self._deaths.close()
 
     # --- dialing -------------------------------------------------------------------------------------------------------
 
@@ -228,15 +319,30 @@ class Links:
             return peer
         dial = self._dials.get(record.id)
         if dial is None:
-            dial = self._dials[record.id] = _Dial(asyncio.get_running_loop().create_future())
-            dial.task = self._tasks.spawn(self._dial(record, dial), f"dial {record.id}")
+            dial = self._begin_dial(record)
         dial.waiters += 1
+        dial.hurry.set()
         try:
             return await asyncio.shield(dial.result)
         finally:
             dial.waiters -= 1
-            if not dial.waiters and not dial.result.done() and not dial.greeting:
+            if not dial.wanted and not dial.result.done() and not dial.greeting:
                 self._end_dial(record.id, dial)
+
+    def _begin_dial(self, record: AgentRecord, *, first_pause_s: float = 0.0, until: float = 0.0) -> _Dial:
+        dial = self._dials[record.id] = _Dial(asyncio.get_running_loop().create_future(), until=until)
+        dial.task = self._tasks.spawn(self._dial(record, dial, first_pause_s), f"dial {record.id}")
+        return dial
+
+    def _redial(self, lost: AgentId, error: RdmaKvError) -> None:
+        """Look for a lost peer by ourselves, for a while. The smaller identity begins, so that both do not meet."""
+        if self._closing or isinstance(error, IncompatiblePeerError | RemoteProtocolError) or lost in self._dials:
+            return
+        record = self._record(lost)
+        if record is not None and self._own is not None:
+            first_pause_s = _FIRST_RETRY_S if keeps_dialed(self._own, lost) else _SECOND_TURN_S
+            until = asyncio.get_running_loop().time() + self._timeouts.redial
+            self._begin_dial(record, first_pause_s=first_pause_s, until=until)
 
     def _end_dial(self, peer: AgentId, dial: _Dial) -> None:
         if self._dials.get(peer) is dial:
@@ -244,11 +350,16 @@ class Links:
         if dial.task is not None and dial.task is not asyncio.current_task():
             dial.task.cancel()
 
-    async def _dial(self, record: AgentRecord, dial: _Dial) -> None:
+    async def _dial(self, record: AgentRecord, dial: _Dial, first_pause_s: float) -> None:
+        loop = asyncio.get_running_loop()
         pause = _FIRST_RETRY_S
-        while dial.waiters and not dial.result.done():
+        if first_pause_s:
+            await _pause(dial, first_pause_s)
+        while dial.wanted and not dial.result.done():
+            began = loop.time()
+            dial.hurry.clear()
             try:
-                await self._dial_once(self._current(record), dial)
+                await self._dial_once(self._record(record.id) or record, dial)
             except (IncompatiblePeerError, RemoteProtocolError, ConfigError) as exc:
                 self._end_dial(record.id, dial)
                 if not dial.result.done():
@@ -256,9 +367,9 @@ class Links:
                     dial.result.exception()  # retrieved here: the waiters may all be gone
                 return
             except (OSError, TimeoutError, PeerLostError) as exc:
-                logger.debug("dial %s: %s; again in %.2f s", record.id, exc, pause)
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, self._timeouts.retry)
+                logger.debug("dial %s: %s; again within %.2f s", record.id, exc, pause)
+                hurried = await _pause(dial, began + pause - loop.time())
+                pause = _FIRST_RETRY_S if hurried else min(2 * pause, self._timeouts.retry)
             except Exception as exc:
                 if not dial.result.done():  # a bug of ours must not leave the waiters waiting
                     dial.result.set_exception(exc)
@@ -266,22 +377,23 @@ class Links:
                 raise
         self._end_dial(record.id, dial)
 
-    def _current(self, record: AgentRecord) -> AgentRecord:
+    def _record(self, agent: AgentId) -> AgentRecord | None:
         """Where the registry says that this agent is now: it may have moved since the dial began."""
         try:
-            engine = self._registry.engine(record.id.engine)
+            engine = self._registry.engine(agent.engine)
         except ConfigError:
-            return record
-        return next((agent for agent in engine.agents if agent.id == record.id), record)
+            return None
+        return next((record for record in engine.agents if record.id == agent), None)
 
     async def _dial_once(self, record: AgentRecord, dial: _Dial) -> None:
         own = await self._identity()
-        async with asyncio.timeout(self._timeouts.connect):
+        async with asyncio.timeout(min(self._timeouts.connect, _ATTEMPT_S)):
             reader, writer = await asyncio.open_connection(record.host, record.port)
         connection = self._connection(reader, writer, str(record.id))
         adopted = False
         try:
-            link = Link(own, record.id, asyncio.get_running_loop().time() + self._timeouts.connect)
+            hello_at = asyncio.get_running_loop().time()
+            link = Link(own, record.id, hello_at + self._timeouts.connect)
             connection.send(own.hello())
             dial.greeting = True
             await self._greet(link, connection)
@@ -290,7 +402,7 @@ class Links:
                 return
             if link.error is not None:
                 raise link.error
-            adopted = self._adopt(link, connection) is None
+            adopted = self._adopt(link, connection, hello_at) is None
         finally:
             dial.greeting = False
             if not adopted:
@@ -299,7 +411,7 @@ class Links:
     async def _await_inbound(self, dial: _Dial) -> None:
         """The peer's own connection stays: its HELLO is on the way."""
         dial.greeting = False
-        await asyncio.wait([dial.result], timeout=self._timeouts.connect)
+        await asyncio.wait([dial.result], timeout=min(self._timeouts.connect, _ATTEMPT_S))
 
     # --- accepting -----------------------------------------------------------------------------------------------------
 
@@ -320,7 +432,7 @@ class Links:
             if link.error is not None:
                 logger.info("refused a connection: %s", link.error)
                 return
-            refusal = self._double_dial(link) or self._adopt(link, connection, answer=True)
+            refusal = await self._make_room(link) or self._double_dial(link) or self._adopt(link, connection)
             if refusal is not None:
                 connection.send(link.refuse(refusal))
                 return
@@ -330,6 +442,33 @@ class Links:
         finally:
             if not adopted:
                 await self._end(connection)
+
+    async def _make_room(self, link: Link) -> RdmaKvError | None:
+        """Give up a link whose agent dials anew, unless it still lives. Returns why the new one cannot be."""
+        remote = link.remote
+        assert remote is not None
+        if self._peers.get(remote.id) is None:
+            return None
+        try:
+            self._check_registered(remote)
+        except RdmaKvError as exc:
+            return exc
+        while (live := self._peers.get(remote.id)) is not None:
+            if await self._still_there(live):
+                if live.identity.incarnation == remote.incarnation:
+                    return PeerLostError(str(link.own.id), "the link before this one still lives")
+                text = f"a live link to {live.name} exists; two agents must not claim one identity"
+                return IncompatiblePeerError(str(remote.id), "identity", text)
+            error = PeerLostError(str(live.id), "dialed anew, and gives no sign of life over its old connection")
+            self._lose(live, error)
+        return None
+
+    async def _still_there(self, live: Peer) -> bool:
+        """Whether the other end of a link answers on it."""
+        if live.pulse is None or live.suspect:
+            return False
+        answered = await live.pulse.answers(min(_ANSWER_S, self._timeouts.connect / 2))
+        return answered and live.lost is None
 
     def _double_dial(self, link: Link) -> RdmaKvError | None:
         assert link.remote is not None
@@ -367,33 +506,38 @@ class Links:
         elif (refusal := link.received(message)) is not None:
             connection.send(refusal)
 
-    def _adopt(self, link: Link, connection: Connection, *, answer: bool = False) -> RdmaKvError | None:
+    def _adopt(self, link: Link, connection: Connection, hello_at: float | None = None) -> RdmaKvError | None:
         """Make a greeted connection the link of its peer. Returns why not, and then nothing has changed.
 
         Args:
-            answer: send our HELLO, since the peer's came first.
+            hello_at: when our HELLO went out; None where the peer's came first: then ours goes out now.
         """
         remote = link.remote
         assert remote is not None
         try:
             self._check_registered(remote)
         except RdmaKvError as exc:
-            if not answer:
+            if hello_at is not None:
                 connection.send(bye(exc))
                 raise
             return exc
-        if (live := self._peers.get(remote.id)) is not None:
-            what = "identity" if live.identity.incarnation != remote.incarnation else "connection"
-            return IncompatiblePeerError(
-                str(remote.id), what, f"a live link to {live.name} exists; two agents must not claim one identity"
-            )
-        if answer:
+        if self._peers.get(remote.id) is not None:
+            return PeerLostError(str(remote.id), "another connection was faster")
+        now = asyncio.get_running_loop().time()
+        if hello_at is None:
             connection.send(link.own.hello())
+        self._own = link.own.id
         self.handshakes += 1
         connection.name = str(remote.id)
-        peer = Peer(remote, connection, self._numbers_of(remote), link.transport)
+        again = self._numbers.get(remote.id, (b"",))[0] == remote.incarnation
+        peer = Peer(remote, connection, self._numbers_of(remote), link.transport, close=self._close_peer)
         self._peers[remote.id] = peer
-        self._tasks.spawn(self._read(peer, link), f"read {peer.name}")
+        life = link.liveness(now, now if hello_at is None else hello_at)
+        peer.pulse = Pulse(life, peer.send, lambda state: self._life_changed(peer, state))
+        self._deaths.watch(peer.name, remote.process)
+        peer.reading = self._tasks.spawn(self._read(peer, link), f"read {peer.name}")
+        if again and (link.own.id.role, remote.id.role) == (Role.PREFILL, Role.DECODE):
+            self._tasks.spawn(self._settle(peer), f"settle {peer.name}")
         dial = self._dials.pop(remote.id, None)
         if dial is not None:
             if not dial.result.done():
@@ -401,6 +545,9 @@ class Links:
             if dial.task is not None and dial.task is not asyncio.current_task():
                 dial.task.cancel()
         return None
+
+    def _close_peer(self, peer: Peer) -> None:
+        self._tasks.spawn(self._end(peer.connection), f"close {peer.name}")
 
     def _numbers_of(self, remote: Identity) -> Numbers:
         """Those of this incarnation; a restarted peer begins anew, and its old ones are forgotten."""
@@ -428,28 +575,98 @@ class Links:
             if theirs != ours:
                 raise IncompatiblePeerError(peer, what, f"HELLO says {theirs}, the registry {ours}")
 
+    # --- a link that is up ---------------------------------------------------------------------------------------------
+
     async def _read(self, peer: Peer, link: Link) -> None:
         """Feed the peer's messages to the user until the stream ends."""
+        pulse = peer.pulse
+        assert pulse is not None
         try:
             async for message in peer.connection.messages():
+                if peer.lost is not None:
+                    break  # given up meanwhile: what it had sent before does not count any more
+                pulse.heard()
                 refusal = link.received(message)
                 if refusal is not None:
                     peer.send(refusal)
                 if link.state is LinkState.CLOSED:
                     break
-                if not isinstance(message, Bye):
+                if isinstance(message, Heartbeat):
+                    pulse.take(message)
+                elif isinstance(message, Settle):
+                    self._on_settle(peer, link)
+                elif not isinstance(message, Bye):
                     self._user.on_message(peer, message)
             link.lost()
         except RdmaKvError as exc:
             peer.send(bye(exc))
             link.lost(exc)
         finally:
-            error = link.error or PeerLostError(str(peer.id), "the link was closed")
-            peer.lost = error
-            if self._peers.get(peer.id) is peer:
-                del self._peers[peer.id]
-            self._user.on_lost(peer, error)
+            error = peer.given_up or link.error or PeerLostError(str(peer.id), "the link was closed")
+            self._lose(peer, error, abort=False)
             await self._end(peer.connection)
+
+    def _lose(self, peer: Peer, error: RdmaKvError, *, abort: bool = True) -> None:
+        """End a link now. Idempotent: the first reason counts.
+
+        Args:
+            abort: cut the stream off; otherwise its reader closes it.
+        """
+        if peer.lost is not None:
+            return
+        peer.lost = error
+        if peer.pulse is not None:
+            peer.pulse.stop()
+        if self._peers.get(peer.id) is peer:
+            del self._peers[peer.id]
+        if abort:
+            logger.warning("%s", error)
+            peer.connection.abort()
+        self._user.on_lost(peer, error)
+        self._redial(peer.id, error)
+
+    def _life_changed(self, peer: Peer, state: LifeState) -> None:
+        if state is LifeState.SUSPECT:
+            logger.warning("%s is silent: two heartbeats are overdue; nothing new is posted to it", peer.name)
+            self._user.on_suspect(peer)
+        elif state is LifeState.ALIVE:
+            logger.info("%s gives signs of life again", peer.name)
+            self._user.on_alive(peer)
+        else:
+            self._lose(peer, PeerLostError(str(peer.id), "was silent for its whole lease"))
+
+    def _died(self, name: str) -> None:
+        """The process of a peer has ended."""
+        if not self._closing:
+            self._tasks.spawn(self._bury(name), f"bury {name}")
+
+    async def _bury(self, name: str) -> None:
+        """End the link of a dead process, but read what it had sent before: it may have said goodbye."""
+        peer = next((peer for peer in self._peers.values() if peer.name == name), None)
+        if peer is not None and peer.reading is not None:
+            await asyncio.wait([peer.reading], timeout=_LAST_WORDS_S)
+            self._lose(peer, PeerLostError(str(peer.id), "its process has died"))
+        self._user.on_dead(name)
+
+    async def _settle(self, peer: Peer) -> None:
+        """The link came back: tell the target when nothing of the former ones is under way to it any more."""
+        if await self._user.settled(peer.name):
+            peer.send(Settle())
+
+    def _on_settle(self, peer: Peer, link: Link) -> None:
+        if (link.own.id.role, peer.id.role) != (Role.DECODE, Role.PREFILL):
+            raise RemoteProtocolError(str(peer.id), f"SETTLE sent to a {link.own.id.role.value} agent")
+        self._user.on_settle(peer)
+
+
+async def _pause(dial: _Dial, pause_s: float) -> bool:
+    """Wait before the next attempt, or until somebody new waits for it. True: somebody does."""
+    try:
+        async with asyncio.timeout(max(pause_s, 0.0)):
+            await dial.hurry.wait()
+    except TimeoutError:
+        return False
+    return True
 
 
 async def _stop_listening(server: asyncio.Server) -> None:

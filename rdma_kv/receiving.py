@@ -12,9 +12,9 @@ from rdma_kv.messages import Expect
 from rdma_kv.mover import Entry, StageTimes
 from rdma_kv.peer import Peer
 from rdma_kv.planner import Route
+from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.incoming import IncomingTransfer
 from rdma_kv.registry.static import AgentRecord
-from rdma_kv.rendezvous import Place
 from rdma_kv.session import Call, Session, Shell, TokenRange
 from rdma_kv.types import Interval, ReplicaId
 
@@ -61,6 +61,7 @@ class Receiving:
             sources,
             find=lambda: shell.rendezvous.wait_for_offer(self._place, allowed),
             work=self._expect,
+            begin=self._begin,
         )
 
     async def run(self) -> Received:
@@ -68,6 +69,8 @@ class Receiving:
         session = self._session
         to_tell = [(record, source) for source in session.others for record in self._agents_to_tell(source)]
         session.start()
+        if session.error is not None:
+            to_tell = []  # a participant has given up already
         telling = [asyncio.create_task(self._tell(record, source)) for record, source in to_tell]
         try:
             await session.outcome()
@@ -137,14 +140,18 @@ class Receiving:
             peer=str(peer.id),
             deadline=session.deadline,
             quiesce_s=self._shell.config.timeouts.quiesce,
+            checksum=bool(peer.identity.checksum),
         )
-        entry = self._shell.mover.open_incoming(peer, machine, call.tables)
+        return self._shell.mover.open_incoming(peer, machine, call.tables)
+
+    def _begin(self, route: Route, entry: Entry) -> None:
+        """Refuse what other sources offer, and send the EXPECT that can carry slots."""
+        session, peer = self._session, entry.peer
         taken = ReplicaId(peer.id.engine, route.prefill_replica)
         self._shell.rendezvous.refuse_others(self._place, session.others, taken)
         alone = self._only_sender(taken)
         if alone is not None and alone.id == peer.id:
             self._send_expect(peer, route, self._shell.mover.give_grants_ahead(entry))
-        return entry
 
     def _received(self) -> Received:
         session = self._session

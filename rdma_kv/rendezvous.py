@@ -2,6 +2,8 @@
 
 Either side may come first. What waits here holds no staging memory, is bounded per peer, and has a deadline; one that
 cannot be kept, or that nobody asks for in time, is refused with a reason, so that the other side does not wait in vain.
+
+Failures may come before their call too: see `rdma_kv.protocol.failures`.
 """
 
 from __future__ import annotations
@@ -9,32 +11,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from rdma_kv.config import Limits, Timeouts
-from rdma_kv.errors import LocalProtocolError, RdmaKvError
+from rdma_kv.errors import LocalProtocolError, RdmaKvError, RemoteProtocolError, TransferAborted
 from rdma_kv.messages import Abort, Expect, Offer, Reject, TransferName, text_field
 from rdma_kv.peer import Peer
-from rdma_kv.types import AgentId, ReplicaId
+from rdma_kv.protocol.failures import Failures, Place, Told
+from rdma_kv.types import AgentId, ReplicaId, Role
 
 _GRACE_S = 1.0
 """A message is kept a little longer than its sender waits: the two clocks began at different moments."""
 
 Check = Callable[[Peer, Offer | Expect], RdmaKvError | None]
-AbortHandler = Callable[[Peer, Abort], None]
-
-
-class Place(NamedTuple):
-    """Where messages and calls meet: a key, its attempt, and the replica of ours that is meant."""
-
-    key: str
-    attempt: int
-    replica: int
-
-    @classmethod
-    def of(cls, message: Offer | Expect) -> Place:
-        replica = message.decode_replica if isinstance(message, Offer) else message.prefill_replica
-        return cls(message.key, message.attempt, replica)
+AbortHandler = Callable[[Place, ReplicaId | None, TransferAborted], bool]
+"""Fails the calls at a place that are with that counterpart; None for those that left it open. False: there is none."""
 
 
 @dataclass(eq=False)
@@ -62,12 +52,16 @@ class Rendezvous:
     """First messages of all peers of one agent.
 
     Args:
+        role: ours.
         check: returns the error where a first message cannot be right. It answers an EXPECT with DONE itself where no
             moves lie between us and the peer.
         fail_session: a participant has given up, by the name of the transfer; fail our part of it.
     """
 
-    def __init__(self, check: Check, fail_session: AbortHandler, *, timeouts: Timeouts, limits: Limits) -> None:
+    def __init__(
+        self, role: Role, check: Check, fail_session: AbortHandler, *, timeouts: Timeouts, limits: Limits
+    ) -> None:
+        self._role = role
         self._check = check
         self._fail_session = fail_session
         self._timeouts = timeouts
@@ -77,6 +71,7 @@ class Rendezvous:
         self._receives: dict[Place, _Call] = {}
         self._sends: dict[Place, _Call] = {}
         self._per_peer: dict[str, int] = {}
+        self._failures = Failures(timeouts.transfer)
 
     @property
     def unmatched(self) -> int:
@@ -84,6 +79,29 @@ class Rendezvous:
         return sum(self._per_peer.values())
 
     # --- calls ---------------------------------------------------------------------------------------------------------
+
+    def begin(self, place: Place, others: tuple[ReplicaId, ...]) -> TransferAborted | None:
+        """A call is made. Returns why it fails at once: a participant of it has given up before.
+
+        Args:
+            others: the counterparts that it may have; empty for any. Where there are several, one whose first message
+                waits here is taken, whoever else has given up.
+        """
+        table = self._expects if self._role is Role.PREFILL else self._offers
+        waiting = {_sender(unmatched) for unmatched in table.get(place, [])}
+        return self._failures.begin(place, others, waiting, _now())
+
+    def give_up(self, place: Place, error: RdmaKvError) -> None:
+        """A call has failed that left its counterpart open and has not found it: who asks for it now is refused."""
+        self._failures.give_up(place, error, _now())
+        for table in (self._offers, self._expects):
+            for unmatched in list(table.get(place, [])):
+                self._drop(table, place, unmatched)
+                _refuse_message(unmatched.peer, unmatched.message, error)
+
+    def ended(self, place: Place, other: ReplicaId | None) -> None:
+        """A call has ended, well or not: ABORTs of it that are still on their way mean nothing."""
+        self._failures.end(place, other, _now())
 
     async def wait_for_offer(self, place: Place, allowed: frozenset[ReplicaId] | None) -> ReplicaId:
         """The first prefill replica (of `allowed`) that offers the key to our decode replica."""
@@ -149,6 +167,16 @@ class Rendezvous:
                 self._drop(self._offers, place, unmatched)
                 _refuse(unmatched, f"the request was taken from {taken}")
 
+    def _forget(self, place: Place, other: ReplicaId, error: TransferAborted, teller: AgentId) -> None:
+        """Drop what waits of a transfer that has failed. Its sender hears why, unless it told us itself."""
+        for table in (self._offers, self._expects):
+            for unmatched in [u for u in table.get(place, []) if _sender(u) == other]:
+                self._drop(table, place, unmatched)
+                if unmatched.peer.id == teller:
+                    _return_grants(unmatched)
+                else:
+                    _refuse_message(unmatched.peer, unmatched.message, error)
+
     # --- messages ------------------------------------------------------------------------------------------------------
 
     def on_offer(self, peer: Peer, message: Offer) -> None:
@@ -158,10 +186,12 @@ class Rendezvous:
             peer.send(_reject(message, refusal))
             return
         place = Place.of(message)
+        if self._refused(peer, place, message):
+            return
         if any(
             u.peer is peer and u.message.prefill_replica == message.prefill_replica for u in self._offers.get(place, [])
         ):
-            _refuse_message(peer, message, "this key is offered already")
+            _refuse_message(peer, message, LocalProtocolError("this key is offered already"))
             return
         if self._keep(self._offers, place, peer, message):
             self._wake(self._receives.get(place), ReplicaId(peer.id.engine, message.prefill_replica))
@@ -175,13 +205,14 @@ class Rendezvous:
                 return True
         return False
 
-    def on_offer_withdrawn(self, peer: Peer, number: int) -> None:
-        """The peer has aborted a transfer that we have not answered."""
+    def on_offer_withdrawn(self, peer: Peer, abort: Abort) -> None:
+        """The peer has aborted, by its number, a transfer that we have not answered."""
         for place, waiting in list(self._offers.items()):
             for unmatched in list(waiting):
                 message = unmatched.message
-                if unmatched.peer is peer and isinstance(message, Offer) and message.transfer == number:
+                if unmatched.peer is peer and isinstance(message, Offer) and message.transfer == abort.transfer:
                     self._drop(self._offers, place, unmatched)
+                    self._failures.hear(place, Told(_sender(unmatched), peer.id, _abort_error(peer, abort)), _now())
 
     def on_expect(self, peer: Peer, message: Expect) -> None:
         """A decode agent waits for a key."""
@@ -190,6 +221,8 @@ class Rendezvous:
             peer.send(_reject(message, refusal))
             return
         place = Place.of(message)
+        if self._refused(peer, place, message):
+            return
         if any(
             u.peer is peer and u.message.decode_replica == message.decode_replica for u in self._expects.get(place, [])
         ):
@@ -199,16 +232,25 @@ class Rendezvous:
             self._wake(self._sends.get(place), ReplicaId(peer.id.engine, message.decode_replica))
 
     def on_abort(self, peer: Peer, message: Abort) -> None:
-        """A participant has given up a transfer that has no number on this link."""
-        for table, place in (
-            (self._offers, Place(message.key, message.attempt, message.decode_replica)),
-            (self._expects, Place(message.key, message.attempt, message.prefill_replica)),
-        ):
-            for unmatched in list(table.get(place, [])):
-                if unmatched.peer is peer and TransferName.of(unmatched.message) == TransferName.of(message):
-                    self._drop(table, place, unmatched)
-                    _return_grants(unmatched)
-        self._fail_session(peer, message)
+        """A participant has given up, by the name of the transfer: of the other engine, or of ours.
+
+        Raises:
+            RemoteProtocolError: the peer has no rank in the replica that it speaks for.
+        """
+        ours, theirs = message.prefill_replica, message.decode_replica
+        if self._role is Role.DECODE:
+            ours, theirs = theirs, ours
+        sibling = peer.id.role is self._role
+        speaks_for = ours if sibling else theirs
+        if all(owned.replica != speaks_for for owned in peer.identity.owns):
+            raise RemoteProtocolError(str(peer.id), f"ABORT for replica {speaks_for}, of which it has no rank")
+        place, error = Place(message.key, message.attempt, ours), _abort_error(peer, message)
+        engine = message.counterpart if sibling else peer.id.engine
+        other = ReplicaId(engine, theirs) if engine else None
+        if other is not None:
+            self._forget(place, other, error, peer.id)
+        if not self._fail_session(place, other, error):
+            self._failures.hear(place, Told(other, peer.id, error), _now())
 
     def on_lost(self, peer: Peer) -> None:
         """Nothing of a lost peer waits."""
@@ -229,6 +271,16 @@ class Rendezvous:
 
     # --- inside --------------------------------------------------------------------------------------------------------
 
+    def _refused(self, peer: Peer, place: Place, message: Offer | Expect) -> bool:
+        """Refuse a first message of a call that has failed here. Otherwise the peer begins anew after what it aborted."""
+        error = self._failures.given_up(place, _now())
+        if error is not None:
+            _refuse_message(peer, message, error)
+            return True
+        index = message.prefill_replica if isinstance(message, Offer) else message.decode_replica
+        self._failures.take_back(place, ReplicaId(peer.id.engine, index), peer.id, _now())
+        return False
+
     @staticmethod
     def _wake(call: _Call | None, source: ReplicaId) -> None:
         if call is not None and not call.found.done() and (call.allowed is None or source in call.allowed):
@@ -243,7 +295,8 @@ class Rendezvous:
     ) -> bool:
         count = self._per_peer.get(peer.name, 0)
         if count >= self._limits.unmatched_per_peer:
-            _refuse_message(peer, message, f"{count} of your messages wait here for their calls already")
+            error = LocalProtocolError(f"{count} of your messages wait here for their calls already")
+            _refuse_message(peer, message, error)
             return False
         loop = asyncio.get_running_loop()
         unmatched = _Unmatched(peer, message)
@@ -272,6 +325,10 @@ class Rendezvous:
             del self._per_peer[unmatched.peer.name]
 
 
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _sender(unmatched: _Unmatched) -> ReplicaId:
     """The replica that a waiting message speaks for."""
     message = unmatched.message
@@ -286,17 +343,23 @@ def _return_grants(unmatched: _Unmatched) -> None:
 
 
 def _refuse(unmatched: _Unmatched, text: str) -> None:
-    _refuse_message(unmatched.peer, unmatched.message, text)
+    _refuse_message(unmatched.peer, unmatched.message, LocalProtocolError(text))
 
 
-def _refuse_message(peer: Peer, message: Offer | Expect, text: str) -> None:
-    peer.send(_reject(message, LocalProtocolError(text)))
+def _refuse_message(peer: Peer, message: Offer | Expect, error: RdmaKvError) -> None:
+    peer.send(_reject(message, error))
+
+
+def _abort_error(peer: Peer, message: Abort) -> TransferAborted:
+    """An ABORT by name as the error of the call that it ends."""
+    culprit = message.culprit or str(peer.id)
+    return TransferAborted(message.key, "aborted", message.message, cause=message.code, culprit=culprit)
 
 
 def _reject(message: Offer | Expect, error: RdmaKvError) -> Reject:
     return Reject(
         message.transfer if isinstance(message, Offer) else 0,
-        error.code,
+        error.told_code,
         text_field(error.reason),
         message.key,
         message.attempt,

@@ -15,8 +15,8 @@ from rdma_kv.messages import MAX_FRAME_BYTES
 from rdma_kv.mover import Entry, StageTimes
 from rdma_kv.peer import Peer
 from rdma_kv.planner import Route, Tiling
+from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.outgoing import OutgoingTransfer
-from rdma_kv.rendezvous import Place
 from rdma_kv.session import Call, Session, Shell, TokenRange, interval
 from rdma_kv.types import Interval, ReplicaId
 
@@ -53,6 +53,7 @@ class Sending:
             (to,) if to is not None else (),
             find=lambda: shell.rendezvous.wait_for_expect(self._place),
             work=self._offer,
+            begin=self._begin,
             bound=lambda other, busy: shell.rendezvous.forget_expects(self._place, other, {each.id for each in busy}),
         )
         components = shell.config.model.components
@@ -66,6 +67,11 @@ class Sending:
     def to(self) -> ReplicaId | None:
         """The decode replica, once known."""
         return self._session.other
+
+    @property
+    def error(self) -> RdmaKvError | None:
+        """Why the transfer has failed, as soon as it has. The next `push`, or the end of the block, raises it."""
+        return self._session.error
 
     @property
     def times(self) -> StageTimes:
@@ -184,13 +190,17 @@ class Sending:
                 timeout_s=session.deadline - now,
             )
 
-        expect = shell.rendezvous.take_expect(peer, self._place, ReplicaId(peer.id.engine, route.decode_replica))
-        entry = shell.mover.open_outgoing(peer, make, call.tables, self._pushes)
+        return shell.mover.open_outgoing(peer, make, call.tables, self._pushes)
+
+    def _begin(self, route: Route, entry: Entry) -> None:
+        """Use the slots that were given ahead, and end it where the block has ended already."""
+        mover, peer = self._shell.mover, entry.peer
+        decode = ReplicaId(peer.id.engine, route.decode_replica)
+        expect = self._shell.rendezvous.take_expect(peer, self._place, decode)
         if expect is not None:
-            shell.mover.use_grants_ahead(entry, expect)
+            mover.use_grants_ahead(entry, expect)
         if self._state == "finished":
-            shell.mover.finish(entry, self.metadata)
-        return entry
+            mover.finish(entry, self.metadata)
 
 
 def _metadata_problem(metadata: dict[str, Any]) -> ConfigError | None:

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 
 from rdma_kv.config import Limits, StagingConfig, Timeouts
 from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, RdmaKvError, TransferAborted, TransferTimeout
-from rdma_kv.messages import Abort
+from rdma_kv.messages import Abort, TransferName
 from rdma_kv.mover import Entry, Mover, StageTimes
 from rdma_kv.packer import Packer
 from rdma_kv.peer import Links, Peer, Registry, Tasks
 from rdma_kv.planner import LinkPlan, PageTables, Route
-from rdma_kv.protocol.actions import abort_message
+from rdma_kv.protocol.actions import abort_by_name
+from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.link import Identity
 from rdma_kv.registry.static import AgentRecord, EngineRecord, is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
@@ -43,6 +44,7 @@ class AgentConfig:
         listen: host:port of the control plane; port 0 takes a free one (see `Agent.address`).
         allow_plaintext: the control stream is not encrypted; listening off loopback needs this to be True.
         staging: slots of registered memory through which all KV passes.
+        checksum: every chunk carries one, and is verified before it reaches a page. All agents that meet must agree.
     """
 
     engine: str
@@ -57,6 +59,7 @@ class AgentConfig:
     staging: StagingConfig = StagingConfig()
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
+    checksum: bool = False
 
     def __post_init__(self) -> None:
         for name in ("engine", "cluster"):
@@ -137,6 +140,30 @@ class Shell:
             ranks = {move.src for move in route.moves if move.dst in own}
         return [record for record in engine.agents if not ranks.isdisjoint(record.ranks)]
 
+    def participants(self, route: Route, engine: EngineRecord) -> list[AgentRecord]:
+        """All other agents that a failure on a route concerns: those that send or receive something, of both engines.
+
+        And the idle ones of the prefill replica: their `send(to=None)` may wait for an EXPECT that will not come now. Idle
+        decode agents wait for nothing.
+
+        Args:
+            engine: the other side's.
+        """
+        src, dst = {move.src for move in route.moves}, {move.dst for move in route.moves}
+        if route.moves:
+            src.update(route.prefill.replica_ranks(route.prefill_replica))
+        own, theirs = (src, dst) if self.config.sending else (dst, src)
+        found = [agent for agent in engine.agents if not theirs.isdisjoint(agent.ranks)]
+        return found + [agent for agent in self.siblings() if not own.isdisjoint(agent.ranks)]
+
+    def siblings(self) -> list[AgentRecord]:
+        """The other agents of our own engine; none where the registry does not list it (any more)."""
+        try:
+            agents = self.registry.engine(self.config.engine).agents
+        except ConfigError:
+            return []
+        return [agent for agent in agents if agent.id != self.config.id]
+
     def link_plan(self, route: Route, peer: Identity, totals: tuple[int, ...]) -> LinkPlan:
         """Our part of a route with one peer.
 
@@ -189,6 +216,7 @@ class Session:
         others: the replicas that it may be with; empty for any that comes.
         find: awaits the counterpart where it is not the only one of `others`.
         work: opens the transfer with one peer.
+        begin: does what comes next with a transfer that is open; where it raises, the transfer fails.
         bound: hears of the counterpart and of its agents that have moves with us.
     """
 
@@ -200,6 +228,7 @@ class Session:
         *,
         find: Callable[[], Coroutine[Any, Any, ReplicaId]],
         work: Callable[[Route, Peer], Entry],
+        begin: Callable[[Route, Entry], None],
         bound: Callable[[ReplicaId, list[AgentRecord]], None] = lambda other, busy: None,
     ) -> None:
         self.shell = shell
@@ -214,6 +243,8 @@ class Session:
         self.entries: dict[AgentId, Entry] = {}
         self._find = find
         self._work = work
+        self._begin = begin
+        self._place = Place(call.key, call.attempt, call.replica)
         self._bound = bound
         self._legs: dict[AgentId, asyncio.Task[None]] = {}
         self._main: asyncio.Task[None] | None = None
@@ -230,33 +261,41 @@ class Session:
         return total
 
     def start(self) -> None:
-        """Begin in the background; `outcome` waits for the end."""
+        """Begin in the background; `outcome` waits for the end. It fails at once where a participant has given up already."""
         if self.shell.closed:
             raise ClosedError("the agent is closed")
         self._check_unique()
+        self.error = self.shell.rendezvous.begin(self._place, self.others)
         self.shell.sessions.add(self)
         self._main = asyncio.create_task(self._run(), name=f"session {self.call.key}")
 
-    def is_named(self, key: str, replica: int, other: ReplicaId, attempt: int) -> bool:
-        """Whether this is the session that a peer speaks of."""
-        call = self.call
-        return (call.key, call.replica, call.attempt) == (key, replica, attempt) and (
-            self.other == other or (self.other is None and other in self.others)
-        )
+    def is_named(self, place: Place, other: ReplicaId | None) -> bool:
+        """Whether this is the session that a participant speaks of.
+
+        Args:
+            other: the counterpart that the participant's own call is with. None where it has none: then those sessions are
+                meant that left theirs open too, whether they have found it or not.
+        """
+        if place != self._place:
+            return False
+        if other is None:
+            return not self.others
+        return self.other == other if self.other is not None else not self.others or other in self.others
 
     def fail(self, error: RdmaKvError, *, tell: bool = True) -> None:
         """The first failure fails all links of the session.
 
         Args:
-            tell: let all agents of the other side know, opening links where needed. Otherwise, where another participant
-                has told them, only those with whom our own transfer was still to come.
+            tell: let all participants know, opening links where needed. Otherwise, where one of them has told all, only
+                those with whom our own transfer was still to come.
         """
         if self.error is not None or self._complete or (self._main is not None and self._main.done()):
             return
         self.error = error
+        open_yet = {record_id for record_id, entry in self.entries.items() if not entry.machine.succeeded}
         for entry in self.entries.values():
-            self.shell.mover.fail(entry, error)
-        self._tell_others(error, everybody=tell)
+            self.shell.mover.fail(entry, error)  # tells its peer
+        self._tell_others(error, open_yet, everybody=tell)
         for record_id, leg in self._legs.items():
             if record_id not in self.entries and leg is not asyncio.current_task():
                 leg.cancel()
@@ -284,6 +323,7 @@ class Session:
             raise
         finally:
             self.shell.sessions.discard(self)
+            self.shell.rendezvous.ended(self._place, self.other)
         if not self._main.cancelled() and (bug := self._main.exception()) is not None:
             raise bug
         if self.error is not None:
@@ -292,6 +332,8 @@ class Session:
             raise TransferAborted(self.call.key, "internal", "a transfer has ended without an outcome")
 
     async def _run(self) -> None:
+        if self.error is not None:
+            return
         try:
             async with asyncio.timeout_at(self.deadline):
                 self.other = self.others[0] if len(self.others) == 1 else await self._find()
@@ -316,38 +358,75 @@ class Session:
 
     async def _leg(self, record: AgentRecord, route: Route) -> None:
         """One peer agent: link, transfer, outcome."""
-        error: RdmaKvError | None
         try:
             async with asyncio.timeout_at(self.deadline):
                 peer = await self.shell.links.peer(record)
             if self.error is not None:
                 return
-            entry = self.entries[record.id] = self._work(route, peer)
-            error = await asyncio.shield(entry.outcome)
+            await self._transfer(record, route, peer)
         except TimeoutError:
-            error = TransferTimeout(self.call.key, "CONNECTING", f"{record.id} could not be reached in time")
+            self.fail(TransferTimeout(self.call.key, "CONNECTING", f"{record.id} could not be reached in time"))
         except RdmaKvError as exc:
-            error = exc
-        except Exception as exc:
-            self.fail(TransferAborted(self.call.key, "internal", f"a bug: {exc!r}"))
-            raise
-        if error is not None:
-            self.fail(error)
+            self.fail(exc)
 
-    def _tell_others(self, error: RdmaKvError, *, everybody: bool) -> None:
-        """ABORT by name to the agents of the other side that our transfers do not reach."""
-        known = (self.other,) if self.other is not None else self.others
-        for other in known:
-            engine = self._engine_of(other)
+    async def _transfer(self, record: AgentRecord, route: Route, peer: Peer) -> None:
+        """Open the transfer with one peer and wait for its outcome: until then our pages are in use, whatever happens.
+
+        A failure is told to all when it happens, not when the last kernel has let go of the pages.
+        """
+        try:
+            entry = self.entries[record.id] = self._work(route, peer)
+            entry.failed.add_done_callback(lambda _: self._entry_failed(entry))
             try:
-                route = self.shell.route(self.call.key, self.call.replica, engine, other.index)
+                self._begin(route, entry)
+            except RdmaKvError as exc:
+                self.shell.mover.fail(entry, exc)
+        except Exception as exc:
+            if not isinstance(exc, RdmaKvError):
+                self.fail(TransferAborted(self.call.key, "internal", f"a bug: {exc!r}"))
+            if record.id in self.entries:
+                await asyncio.shield(self.entries[record.id].outcome)
+            raise
+        if await asyncio.shield(entry.outcome) is not None:
+            self._entry_failed(entry)
+
+    def _entry_failed(self, entry: Entry) -> None:
+        error = entry.machine.error
+        if error is not None:
+            self.fail(error, tell=not entry.machine.told)
+
+    def _tell_others(self, error: RdmaKvError, reached: set[AgentId], *, everybody: bool) -> None:
+        """ABORT by name to the participants that are not `reached` by our transfers."""
+        call = self.call
+        for other in (self.other,) if self.other is not None else self.others:
+            try:
+                engine = self._engine_of(other)
+                route = self.shell.route(call.key, call.replica, engine, other.index)
             except ConfigError:
-                continue  # there is no route between us, so nobody waits
-            message = abort_message(0, self.call.key, self.call.attempt, route, error)
-            records = engine.agents_of(other.index) if everybody else self.shell.busy_agents(route, engine)
-            for record in records:
-                if record.id not in self.entries:
-                    self.shell.tasks.spawn(self._tell(record, message), f"abort {self.call.key} {record.id}")
+                continue  # there is no route between us, or no such engine any more, so nobody waits
+            name = TransferName(call.key, call.attempt, route.prefill_replica, route.decode_replica)
+            find = self.shell.participants if everybody else self.shell.busy_agents
+            for record in find(route, engine):
+                if record.id not in reached and (everybody or record.id not in self.entries):
+                    counterpart = other.engine if record.id.role is self.shell.config.role else ""
+                    self._spawn_tell(record, abort_by_name(name, error, counterpart=counterpart))
+        if self.other is None and not self.others:
+            self._tell_siblings(error, everybody=everybody)
+
+    def _tell_siblings(self, error: RdmaKvError, *, everybody: bool) -> None:
+        """We do not know our counterpart, but the agents of our replica may: they tell theirs. Who finds us is refused."""
+        call, shell = self.call, self.shell
+        shell.rendezvous.give_up(self._place, error)
+        if not everybody:
+            return
+        message = abort_by_name(TransferName(call.key, call.attempt, call.replica, call.replica), error)
+        ranks = set(shell.config.topology.replica_ranks(call.replica))
+        for record in shell.siblings():
+            if not ranks.isdisjoint(record.ranks):
+                self._spawn_tell(record, message)
+
+    def _spawn_tell(self, record: AgentRecord, message: Abort) -> None:
+        self.shell.tasks.spawn(self._tell(record, message), f"abort {self.call.key} {record.id}")
 
     async def _tell(self, record: AgentRecord, message: Abort) -> None:
         try:

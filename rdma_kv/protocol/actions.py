@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rdma_kv.errors import PeerError, RdmaKvError, TransferAborted
-from rdma_kv.messages import Abort, ControlMessage, text_field
+from rdma_kv.errors import ChecksumError, PeerError, RdmaKvError, TransferAborted
+from rdma_kv.messages import Abort, ControlMessage, TransferName, text_field
 from rdma_kv.planner import Box, Route
 from rdma_kv.slots import SlotRef
 
@@ -27,19 +27,27 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class PostWrite:
-    """WRITE the box in local slot `slot` into the peer's slot `target`; then `written` or `write_failed`."""
+    """WRITE the box in local slot `slot` into the peer's slot `target`; then `written` or `write_failed`.
+
+    `checksum` goes with it in the notification.
+    """
 
     slot: SlotRef
     target: SlotRef
     box: Box
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """Unpack `box` from the local slot into the destination pages; then `scattered` or `scatter_failed`."""
+    """Unpack `box` from the local slot into the destination pages; then `scattered` or `scatter_failed`.
+
+    Where there is a `checksum` and the slot's bytes have another, no page is touched; then `scatter_damaged`.
+    """
 
     slot: SlotRef
     box: Box
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +83,25 @@ class Finished:
 
 def abort_message(number: int, key: str, attempt: int, route: Route, error: RdmaKvError) -> Abort:
     """What a participant that gives up tells the others; `number` 0 where the link has no number for the transfer."""
-    culprit = error.culprit if isinstance(error, TransferAborted) else ""
+    name = TransferName(key, attempt, route.prefill_replica, route.decode_replica)
+    return abort_by_name(name, error, number=number)
+
+
+def abort_by_name(name: TransferName, error: RdmaKvError, *, number: int = 0, counterpart: str = "") -> Abort:
+    """As `abort_message`; `counterpart` for a participant of our own engine, see `Abort`."""
+    culprit = error.culprit if isinstance(error, TransferAborted | ChecksumError) else ""
     if isinstance(error, PeerError):
         culprit = error.peer
     return Abort(
         transfer=number,
-        key=key,
-        attempt=attempt,
-        prefill_replica=route.prefill_replica,
-        decode_replica=route.decode_replica,
-        code=error.code,
+        key=name.key,
+        attempt=name.attempt,
+        prefill_replica=name.prefill_replica,
+        decode_replica=name.decode_replica,
+        code=error.told_code,
         culprit=text_field(culprit),
         message=text_field(error.reason),
+        counterpart=counterpart,
     )
 
 

@@ -20,6 +20,7 @@ from enum import Enum, auto
 from typing import Any
 
 from rdma_kv.errors import (
+    ChecksumError,
     ErrorCode,
     RangeUnavailableError,
     RdmaKvError,
@@ -105,6 +106,7 @@ class IncomingTransfer:
         wanted: token range per component that the caller needs.
         deadline: moment, on the caller's clock, by which it must be DONE.
         quiesce_s: how long to wait for proofs after a failure.
+        checksum: every notification brings one; otherwise none does.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class IncomingTransfer:
         peer: str,
         deadline: float,
         quiesce_s: float,
+        checksum: bool = False,
     ) -> None:
         self.number = 0
         self.key = key
@@ -126,10 +129,12 @@ class IncomingTransfer:
         self.peer = peer
         self.deadline: float | None = deadline
         self.error: RdmaKvError | None = None
+        self.told = False  # the failure came as an ABORT: who sent it tells the other participants too
         self.ranges: tuple[Interval, ...] | None = None
         self.metadata: dict[str, Any] = {}
         self.received_bytes = 0
         self._quiesce_s = quiesce_s
+        self._checksum = checksum
         self._machine: Machine[IncomingState, IncomingEvent] = Machine(_S.EXPECTING, INCOMING_TABLE, INCOMING_TERMINAL)
         self._slots = _Slots()
         self._tilings: dict[int, Tiling] = {}
@@ -228,6 +233,9 @@ class IncomingTransfer:
             return [ReleaseSlot(slot), *self._settle()]
         self._slots.landed += 1
         box, tiling = self._box(message), self._tilings.get(message.move)
+        if (message.checksum is not None) is not self._checksum:
+            text = f"notification {'without' if self._checksum else 'with'} a checksum, against the handshake"
+            return [ReleaseSlot(slot), *self._violation(text, now)]
         if box is None or tiling is None:
             return [ReleaseSlot(slot), *self._violation("notification of a box outside the transfer", now)]
         num_bytes = self.plan.box_bytes(box)
@@ -237,7 +245,7 @@ class IncomingTransfer:
             return [ReleaseSlot(slot), *self._violation("notification of a box that overlaps or does not fit", now)]
         self._slots.scattering.add(slot)
         self.received_bytes += num_bytes
-        return [Scatter(slot, box)]
+        return [Scatter(slot, box, message.checksum)]
 
     def quiesced(self, now: float) -> list[Action]:
         """No WRITE of this transfer is or will be under way: every grant is free. Also a late proof."""
@@ -265,6 +273,7 @@ class IncomingTransfer:
         error = TransferAborted(
             self.key, self.state.name, message.message, cause=message.code, culprit=message.culprit or self.peer
         )
+        self.told = self.told or (self.error is None and not self.ended)
         return self.fail(error, now, tell=False)
 
     def link_lost(self, error: RdmaKvError, now: float) -> list[Action]:
@@ -305,6 +314,23 @@ class IncomingTransfer:
     def scatter_failed(self, slot: SlotRef, error: RdmaKvError, now: float) -> list[Action]:
         self._slots.scattering.discard(slot)
         return [ReleaseSlot(slot), *self.fail(error, now), *self._settle()]
+
+    def scatter_damaged(self, slot: SlotRef, box: Box, expected: int, found: int, now: float) -> list[Action]:
+        """The slot holds other bytes than were sent; no page was touched."""
+        move = self.plan.move(box.move)
+        component = self.plan.route.model.components[move.component]
+        error = ChecksumError(
+            self.key,
+            self.state.name,
+            component=component.name,
+            layers=component.layers[box.layers.start : box.layers.end],
+            tokens=(box.tokens.start, box.tokens.end),
+            src_rank=move.src,
+            expected=expected,
+            found=found,
+            culprit=self.peer,
+        )
+        return self.scatter_failed(slot, error, now)
 
     def tick(self, now: float) -> list[Action]:
         """The deadline may have passed."""

@@ -5,6 +5,9 @@ accepted the dialer's. A HELLO that does not fit is answered by BYE with the nam
 what differs, before any memory is touched. After both HELLOs the link is up; a second HELLO, or anything before the first,
 is the peer's error. BYE or the end of the stream closes the link; every state before `UP` has a deadline.
 
+Two agents of one engine have a link for control only: no KV goes between them, but one that gives a transfer up tells the
+other. There nothing but ABORT by name, HEARTBEAT and BYE may come.
+
 On a double dial (each side has dialed the other and sent its HELLO) the connection of the smaller identity stays.
 """
 
@@ -21,8 +24,19 @@ from rdma_kv.errors import (
     RdmaKvError,
     RemoteProtocolError,
 )
-from rdma_kv.messages import PROTOCOL_VERSION, Bye, ComponentFacts, ControlMessage, Hello, TopologyFacts, text_field
+from rdma_kv.messages import (
+    PROTOCOL_VERSION,
+    Abort,
+    Bye,
+    ComponentFacts,
+    ControlMessage,
+    Heartbeat,
+    Hello,
+    TopologyFacts,
+    text_field,
+)
 from rdma_kv.planner import check_pair
+from rdma_kv.protocol.liveness import Liveness
 from rdma_kv.protocol.machine import Machine
 from rdma_kv.topology import Component, ContextSplit, ModelSpec, TieBreak, Topology
 from rdma_kv.types import AgentId, Owned, Role
@@ -62,8 +76,27 @@ LINK_TERMINAL = frozenset({_S.CLOSED})
 
 
 @dataclass(frozen=True, slots=True)
+class Process:
+    """One process life on one host, or `Process()` where it is not known.
+
+    Attributes:
+        host: equal in two processes only if they share a kernel and a process namespace.
+        pid: in that namespace.
+        started: when it started, in clock ticks since boot; a number that is used again differs in this.
+    """
+
+    host: str = ""
+    pid: int = 0
+    started: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Identity:
-    """One side of a link: everything that its HELLO says, in our own words."""
+    """One side of a link: everything that its HELLO says, in our own words.
+
+    `checksum` names the algorithm of the chunks' checksums, or none. `heartbeat_ms` and `lease_ms` are what this side
+    would keep by itself; see `protocol.liveness`.
+    """
 
     id: AgentId
     incarnation: bytes
@@ -74,6 +107,10 @@ class Identity:
     owns: tuple[Owned, ...]
     transports: tuple[str, ...]
     slot_bytes: int
+    heartbeat_ms: int = 2000
+    lease_ms: int = 10_000
+    process: Process = Process()
+    checksum: str = ""
 
     @property
     def name(self) -> str:
@@ -110,6 +147,12 @@ class Identity:
             owns=[(owned.replica, owned.rank) for owned in self.owns],
             transports=list(self.transports),
             slot_bytes=self.slot_bytes,
+            heartbeat_ms=self.heartbeat_ms,
+            lease_ms=self.lease_ms,
+            host=self.process.host,
+            pid=self.process.pid,
+            started=self.process.started,
+            checksum=self.checksum,
         )
 
 
@@ -136,9 +179,34 @@ class Link:
 
     @property
     def transport(self) -> str:
-        """Which data plane carries the KV of this link; both sides say the same. Only once it is up."""
+        """Which data plane carries the KV of this link; both sides say the same. Empty for control only.
+
+        Only once it is up.
+        """
         assert self.remote is not None
-        return choose_transport(self.own, self.remote)
+        return "" if self.control_only else choose_transport(self.own, self.remote)
+
+    @property
+    def control_only(self) -> bool:
+        """Both are agents of one engine. Only once it is up."""
+        assert self.remote is not None
+        return self.own.id.role is self.remote.id.role
+
+    def liveness(self, now: float, hello_at: float) -> Liveness:
+        """What watches over the peer of this link, from now on. Only once it is up.
+
+        Args:
+            hello_at: when our HELLO went out.
+        """
+        assert self.remote is not None
+        return Liveness(
+            self.peer,
+            now,
+            hello_at=hello_at,
+            heartbeat_s=min(self.own.heartbeat_ms, self.remote.heartbeat_ms) / 1000,
+            lease_s=self.own.lease_ms / 1000,
+            peer_lease_s=self.remote.lease_ms / 1000,
+        )
 
     @property
     def peer(self) -> str:
@@ -147,7 +215,7 @@ class Link:
     def received(self, message: ControlMessage) -> Bye | None:
         """Take one message. Returns the BYE that refuses it, after which the link is closed and `error` is set.
 
-        In `UP` everything but HELLO and BYE is the caller's to handle.
+        In `UP` everything but HELLO and BYE is the caller's to handle, and refused where the link does not carry it.
         """
         if self._machine.ended:
             return None
@@ -157,6 +225,9 @@ class Link:
         if self.state is _S.UP:
             if isinstance(message, Hello):
                 return self._close(_E.REFUSE, RemoteProtocolError(self.peer, "a second HELLO"))
+            if self.control_only and not _is_control(message):
+                text = f"{type(message).__name__} on a link between two agents of one engine"
+                return self._close(_E.REFUSE, RemoteProtocolError(self.peer, text))
             self._machine.step(_E.MESSAGE)
             return None
         if not isinstance(message, Hello):
@@ -205,6 +276,11 @@ class Link:
             )
 
 
+def _is_control(message: ControlMessage) -> bool:
+    """Whether a link for control only carries it. A number is of a transfer, and there is none on such a link."""
+    return isinstance(message, Heartbeat) or (isinstance(message, Abort) and not message.transfer)
+
+
 def keeps_dialed(own: AgentId, peer: AgentId) -> bool:
     """On a double dial: whether the connection that we dialed stays."""
     return own < peer
@@ -246,6 +322,8 @@ def read_hello(peer: str, message: Hello) -> Identity:
             raise ConfigError("slot_bytes", "slot_bytes and page_size must be positive")
         if len(set(message.transports)) != len(message.transports):
             raise ConfigError("transports", "names one twice")
+        if message.lease_ms <= 3 * message.heartbeat_ms:
+            raise ConfigError("lease_ms", "is not more than three heartbeats")
     except (ConfigError, ValueError) as exc:
         raise RemoteProtocolError(peer, f"HELLO contradicts itself: {exc}") from exc
     return Identity(
@@ -258,11 +336,18 @@ def read_hello(peer: str, message: Hello) -> Identity:
         owns=owns,
         transports=tuple(message.transports),
         slot_bytes=message.slot_bytes,
+        heartbeat_ms=message.heartbeat_ms,
+        lease_ms=message.lease_ms,
+        process=Process(message.host, message.pid, message.started),
+        checksum=message.checksum,
     )
 
 
 def check_compatible(own: Identity, remote: Identity) -> None:
     """Whether KV can be exchanged. Page sizes, NHD or HND, and parallel layouts may differ; the rest may not.
+
+    Two agents of one engine exchange no KV, only news of transfers that have failed. They must be of one cluster and see
+    the same engine.
 
     Raises:
         IncompatiblePeerError: `field` names what differs.
@@ -280,8 +365,18 @@ def check_compatible(own: Identity, remote: Identity) -> None:
 
     same_secret("cluster", own.id.cluster, remote.id.cluster)
     if own.id.role is remote.id.role:
-        raise IncompatiblePeerError(peer, "role", f"both are {own.id.role.value}; KV goes from prefill to decode")
+        if own.id.engine != remote.id.engine:
+            raise IncompatiblePeerError(peer, "role", f"both are {own.id.role.value}; KV goes from prefill to decode")
+        if own.id == remote.id:
+            raise IncompatiblePeerError(peer, "identity", "is our own; two agents must not claim one identity")
+        same("topology", own.topology, remote.topology)
+        same("tie_break", own.tie_break, remote.tie_break)
+        return
     choose_transport(own, remote)
+    if own.checksum != remote.checksum:
+        there, here = remote.checksum or "none", own.checksum or "none"
+        text = f"{there} there, {here} here; set AgentConfig.checksum on all agents or on none"
+        raise IncompatiblePeerError(peer, "checksum", text)
     same_secret("fingerprint", own.model.fingerprint, remote.model.fingerprint)
     same(
         "components",

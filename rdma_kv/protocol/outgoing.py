@@ -152,6 +152,7 @@ class OutgoingTransfer:
         self.peer = peer
         self.deadline: float | None = deadline
         self.error: RdmaKvError | None = None
+        self.told = False  # the failure came as an ABORT: who sent it tells the other participants too
         self._quiesce_s = quiesce_s
         self._timeout_ms = int(min(1000 * max(0.0, timeout_s), MAX_COUNT))
         self._machine: Machine[OutgoingState, OutgoingEvent] = Machine(_S.OFFERED, OUTGOING_TABLE, OUTGOING_TERMINAL)
@@ -289,6 +290,7 @@ class OutgoingTransfer:
         return self.fail(self._abort_error(message.code, self.peer, message.message), now, tell=False)
 
     def aborted(self, message: Abort, now: float) -> list[Action]:
+        self.told = self.told or (self.error is None and not self.ended)
         return self.fail(self._abort_error(message.code, message.culprit, message.message), now, tell=False)
 
     def link_lost(self, error: RdmaKvError, now: float) -> list[Action]:
@@ -307,12 +309,13 @@ class OutgoingTransfer:
             actions.append(SendMessage(Start(self.number)))
         return [*actions, Gather(slot, box)]
 
-    def gathered(self, slot: SlotRef) -> list[Action]:
+    def gathered(self, slot: SlotRef, checksum: int | None = None) -> list[Action]:
+        """The slot holds its box, with that checksum where the link has agreed on one."""
         box, target = self._flight.gathering.pop(slot)
         if self.state is not _S.SENDING:
             return [ReleaseSlot(slot), *self._unused(target), *self._settle()]
         self._flight.writing[slot] = (box, target)
-        return [PostWrite(slot, target, box)]
+        return [PostWrite(slot, target, box, checksum)]
 
     def gather_failed(self, slot: SlotRef, error: RdmaKvError, now: float) -> list[Action]:
         _, target = self._flight.gathering.pop(slot)

@@ -12,8 +12,8 @@ initiator's endpoint. It behaves as NIXL over tcp does:
 * both fences work: our own tasks make every copy from our memory, and each batch looks before it lands.
 
 Faults. A `FaultPlan` is asked once per WRITE (or `notify`) and answers with a `Fault`: late completion, late
-notification, no posting, failure after so many bytes. Different delays reorder. New faults become new fields. Time is
-the network's `sleep`; with `SteppedTime` it passes only when told to.
+notification or none, no posting, failure after so many bytes, a flipped byte. Different delays reorder. New faults
+become new fields. Time is the network's `sleep`; with `SteppedTime` it passes only when told to.
 """
 
 from __future__ import annotations
@@ -59,12 +59,16 @@ class Fault:
         notification_delay_s: the target's notification is so much later than the data.
         fail_to_post: TransportError with `NOT_POSTED`, no byte written.
         fail_after_bytes: this many bytes land, then TransportError; no notification.
+        lose_notification: the data lands and the initiator hears of success, the target of nothing.
+        flip: offset of a byte, over all pairs, that lands with all its bits turned; nobody hears of it.
     """
 
     completion_delay_s: float = 0.0
     notification_delay_s: float = 0.0
     fail_to_post: bool = False
     fail_after_bytes: int | None = None
+    lose_notification: bool = False
+    flip: int | None = None
 
 
 FaultPlan = Callable[[Posting], Fault]
@@ -299,7 +303,10 @@ class LoopbackEndpoint:
             left -= sum(piece[2] for piece in pieces)
         if fault.fail_after_bytes is not None:
             raise TransportError(_BACKEND, "failed", f"WRITE to {self._peer} failed in the middle")
-        target._take(notification, fault.notification_delay_s)
+        if fault.flip is not None:
+            target._flip(pairs, fault.flip)
+        if not fault.lose_notification:
+            target._take(notification, fault.notification_delay_s)
         if fault.completion_delay_s:
             await self._network.sleep(fault.completion_delay_s)
 
@@ -321,6 +328,16 @@ class LoopbackEndpoint:
             if not self._regions.covers(Descriptor(remote, length_bytes)):
                 raise TransportError(_BACKEND, "deregistered", f"{self._name} deregistered the target of a WRITE")
         return True
+
+    def _flip(self, pairs: Sequence[WritePair], offset: int) -> None:
+        """Turn all bits of one byte that has landed here, if it still may be touched."""
+        for pair in pairs:
+            if offset < pair.remote.length_bytes:
+                address = pair.remote.address + offset
+                if self._regions.covers(Descriptor(address, 1)):
+                    ctypes.c_ubyte.from_address(address).value ^= 0xFF
+                return
+            offset -= pair.remote.length_bytes
 
     def _take(self, notification: bytes, delay_s: float) -> None:
         if not delay_s:

@@ -19,6 +19,7 @@ Fences. Both destroy this peer's NIXL agent (`NixlLink.close`), whether or not t
 * `fence_target`: only where the bytes can have come by tcp alone, through sockets that only this agent reads. Over cma
   the peer's process writes our memory by itself, whatever we close. Where UCX could have found shared memory and we
   cannot tell (one kernel, or one not known, and `UCX_TLS` does not rule it out), and over rdma (untested), it is refused.
+  A target that never connects does not know the peer's kernel; there only `UCX_TLS` rules it out.
 
 Trap. When a peer's side of a tcp connection ends, by fence, close or death, while our bytes are stuck in it, UCX 1.23
 under NIXL 1.5.1 can use a connection that it has just freed, in `check_xfer_state`: of some hundred initiators that met
@@ -157,7 +158,7 @@ class NixlEndpoint:
         self._core = core
         self._peer = peer
         self._lane = "unknown"
-        self._only_tcp = False  # surely; `lane` may say tcp where UCX has found something better
+        self._only_tcp = core.no_shared_memory  # surely; `lane` may say tcp where UCX has found something better
         self._loop = asyncio.get_running_loop()
         self._inbox = Inbox(self._loop)
         self._link = core.make_link(peer, self._deliver)

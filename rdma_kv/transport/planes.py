@@ -7,6 +7,8 @@ one there is nothing to choose: it is started with the agent, and its errors are
 A start is a task of its own, shared by all who want that plane: cancelling one of them does not end it. It makes the
 transport, starts it and registers the staging; if any of that fails the transport is closed and everybody who waits gets
 the error. The next who wants the plane tries again, with a new transport.
+
+Staging may grow. What is added is registered with every plane that has started, and with those that start later.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ class Plane:
     """A data plane that has started.
 
     Attributes:
-        staging: the agent's staging memory as registered there.
+        staging: the first piece of the agent's staging memory as registered there.
     """
 
     transport: Transport
@@ -47,7 +49,7 @@ class Planes:
     def __init__(self, name: str, makers: Mapping[str, TransportMaker]) -> None:
         self._name = name
         self._makers = dict(makers)
-        self._staging = (0, 0)
+        self._staging: list[tuple[int, int]] = []  # address and length in bytes of each piece
         self._starts: dict[str, asyncio.Task[Plane]] = {}  # under way or done; never failed
         self._failed: set[str] = set()  # the last try
         self._closing = False
@@ -67,7 +69,7 @@ class Planes:
         Raises:
             RdmaKvError: as `plane`.
         """
-        self._staging = (address, length_bytes)
+        self._staging = [(address, length_bytes)]
         if len(self._makers) == 1:
             await self.plane(*self._makers)
 
@@ -93,6 +95,25 @@ class Planes:
             await asyncio.wait([start])
         self._check_open()
         return start.result()
+
+    async def add(self, address: int, length_bytes: int) -> None:
+        """Register one more piece of staging memory, everywhere.
+
+        Raises:
+            RdmaKvError: a plane refused it; those that start later are not given it. Do not use the memory.
+        """
+        piece = (address, length_bytes)
+        starts = tuple(self._starts.values())  # those that begin from here on register it themselves
+        self._staging.append(piece)
+        try:
+            if starts:
+                await asyncio.wait(starts)
+            for start in starts:
+                if _succeeded(start):  # it may have it already: registrations are counted
+                    await start.result().transport.register(*piece)
+        except BaseException:
+            self._staging.remove(piece)
+            raise
 
     async def close(self) -> None:
         """Close every plane that was started; a start under way ends first. Idempotent.
@@ -121,7 +142,8 @@ class Planes:
         try:
             transport = self._makers[backend](self._name)
             await transport.start()
-            return Plane(transport, await transport.register(*self._staging))
+            regions = [await transport.register(*piece) for piece in tuple(self._staging)]
+            return Plane(transport, regions[0])
         except BaseException as exc:
             if transport is not None:
                 await self._discard(transport)

@@ -3,9 +3,10 @@
 All that is untyped (cffi's pointers, its buffers) stays in this module; others hold them as opaque handles.
 
 Traps of the ABI. `ucs_status_t` is a packed enum, one signed byte. A status pointer is null (done), a request, or an
-error from 2^64 - 100 up; here it is a number, and so is a local address, since making cffi's pointers costs as much as a put. Structures are read only as far as their field mask says, so that older and newer libraries
-may have fewer or more fields. RMA needs no C callback (requests are polled); active messages and error handlers do, and
-cffi frees a callback with its last Python reference: `Worker` and `Link` objects must keep theirs.
+error from 2^64 - 100 up; here it is a number, and so is a local address, since making cffi's pointers costs as much as a
+put. Structures are read only as far as their field mask says, so that older and newer libraries may have fewer or more
+fields. RMA needs no C callback (requests are polled); active messages and error handlers do, and cffi frees a callback
+with its last Python reference: `Worker` and `Link` objects must keep theirs.
 
 The one map from UCX's errors to ours is `Ucx.check`.
 

@@ -133,6 +133,7 @@ class Side:
     tie_break: TieBreak = TieBreak.REPLICA
     model: ModelSpec | None = None  # where it differs from the cluster's
     transports: tuple[str, ...] = ()  # of each agent, where they differ from the cluster's
+    checksum: bool = False
     agents: list[Agent] = field(default_factory=list)
     memory: dict[tuple[int, int], RankMemory] = field(default_factory=dict)  # by (component, rank)
 
@@ -163,10 +164,15 @@ class Cluster:
     registry_path: Path
     registry: StaticRegistry
 
+    def check_sums(self) -> None:
+        """Every slot of every agent is in one place: free, held by a peer for a reason, or retired."""
+        for agent in [*self.prefill.agents, *self.decode.agents]:
+            check_sums(agent)
+
     def check_nothing_leaked(self) -> None:
         for agent in [*self.prefill.agents, *self.decode.agents]:
             stats = agent.stats()
-            assert stats["slots_free"] == stats["slots_total"], (agent.name, stats)
+            assert stats["slots_free"] + stats["slots_retired"] == stats["slots_total"], (agent.name, stats)
             assert stats["transfers"] == 0, (agent.name, stats)
 
     async def move(
@@ -208,6 +214,12 @@ class Cluster:
         return [task.result() for task in tasks]
 
 
+def check_sums(agent: Agent) -> None:
+    stats = agent.stats()
+    held = sum(stats["slots_held"].values())
+    assert stats["slots_free"] + held + stats["slots_retired"] == stats["slots_total"], (agent.name, stats)
+
+
 @contextlib.asynccontextmanager
 async def cluster(
     tmp_path: Path,
@@ -240,6 +252,7 @@ async def cluster(
                     tie_break=side.tie_break,
                     staging=staging,
                     timeouts=timeouts,
+                    checksum=side.checksum,
                 )
                 own = side.transports[place] if side.transports else make
                 agent = await stack.enter_async_context(Agent(config, registry, transport=own))
@@ -266,4 +279,7 @@ async def cluster(
                     agent.register_pool(
                         memory.layout, memory.array, replica=owned.replica, rank=owned.rank, component=spec.name
                     )
-        yield Cluster(model, prefill, decode, network, path, registry)
+        made = Cluster(model, prefill, decode, network, path, registry)
+        stack.callback(made.check_sums)  # before the agents close
+        yield made
+    made.check_sums()

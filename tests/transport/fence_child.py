@@ -16,6 +16,7 @@ import numpy as np
 from transport_rig import LIMIT_S, LagMeter, Memory
 
 from rdma_kv.errors import ClosedError, RdmaKvError, TransportError
+from rdma_kv.memory import PAGE_BYTES, make_inaccessible
 from rdma_kv.transport.base import WritePair
 from rdma_kv.transport.nixl import NixlTransport, prepare_ucx_environment
 from rdma_kv.transport.ucx import UcxTransport
@@ -99,6 +100,17 @@ class FencePeer:
             if fill is not None:
                 self._memory.bytes[:] = fill
         return {"ms": took_ms, "lag_ms": max(meter.lags_s, default=0.0) * 1e3}
+
+    async def retire(self, offset, length_bytes):
+        """Make part of our memory inaccessible, in whole pages: the first byte of it, and how many bytes it is."""
+        first = -(-(self._memory.address + offset) // PAGE_BYTES) * PAGE_BYTES
+        length_bytes = length_bytes // PAGE_BYTES * PAGE_BYTES - PAGE_BYTES
+        make_inaccessible(first, length_bytes)
+        return first, length_bytes
+
+    async def sample(self, offset, length_bytes, value):
+        """How many bytes of a part of our memory are `value`."""
+        return int(np.count_nonzero(self._memory.bytes[offset : offset + length_bytes] == value))
 
     async def closed(self, peer):
         """Whether the endpoint refuses to listen."""

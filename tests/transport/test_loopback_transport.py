@@ -68,6 +68,36 @@ async def test_a_late_notification_waits_for_a_listener_too():
         assert await b.wait_for(1) == [b"late"]
 
 
+async def test_a_lost_notification_is_a_success_for_the_initiator_and_nothing_for_the_target():
+    faults = {0: Fault(lose_notification=True)}
+    async with Rig("loopback", LoopbackNetwork(faults=lambda posting: faults.get(posting.serial, Fault()))) as rig:
+        a, b, source, destination = await linked(rig)
+        await write(a, [pair(source, destination)], b"lost")
+        assert np.array_equal(destination.bytes, source.bytes)
+        await write(a, [], b"next")
+        assert await b.wait_for(1) == [b"next"]
+
+
+@pytest.mark.parametrize("offset", [0, 1000, 1001, 4095])
+async def test_a_flipped_byte_lands_and_nobody_hears_of_it(offset):
+    """The offset counts over all pairs, in their order."""
+    async with Rig("loopback", LoopbackNetwork(faults=lambda posting: Fault(flip=offset))) as rig:
+        a, b, source, destination = await linked(rig)
+        pieces = [pair(source, destination, 0, 1001), pair(source, destination, 1001, 3095)]
+        await write(a, pieces, b"flipped")
+        assert await b.wait_for(1) == [b"flipped"]
+        (place,) = np.flatnonzero(destination.bytes != source.bytes)
+        assert place == offset
+        assert destination.bytes[place] ^ source.bytes[place] == 0xFF
+
+
+async def test_a_flip_beyond_the_end_is_none():
+    async with Rig("loopback", LoopbackNetwork(faults=lambda posting: Fault(flip=4096))) as rig:
+        a, _, source, destination = await linked(rig)
+        await write(a, [pair(source, destination)], b"whole")
+        assert np.array_equal(destination.bytes, source.bytes)
+
+
 async def reordered(seed: int) -> list[bytes]:
     """The order in which 20 notifications arrive under random delays."""
     time = SteppedTime()

@@ -219,3 +219,44 @@ async def test_one_that_cannot_close_does_not_keep_the_others_open(monkeypatch):
             await planes.close()
     assert b.made[0].closed == 1
     await a.made[0].close()
+
+
+MORE = np.zeros(4096, np.uint8)
+ALSO = (MORE.ctypes.data, MORE.nbytes)
+
+
+def registered(transport: Controlled) -> set[tuple[int, int]]:
+    return {(region.address, region.length_bytes) for region in transport._regions}
+
+
+async def test_staging_that_is_added_is_registered_everywhere_now_and_later(two):
+    planes, a, b = two
+    await planes.plane("a")
+    await planes.add(*ALSO)
+    assert registered(a.made[0]) == {WHERE, ALSO}
+    assert (await planes.plane("a")).staging.address == WHERE[0]
+    await planes.plane("b")
+    assert registered(b.made[0]) == {WHERE, ALSO}
+
+
+async def test_a_start_under_way_has_what_was_added_meanwhile(two):
+    planes, a, _ = two
+    a.go.clear()
+    planes.prepare("a")
+    await turns()
+    adding = asyncio.create_task(planes.add(*ALSO))
+    await turns()
+    assert not adding.done(), "or it might be told to peers before it can be written"
+    a.go.set()
+    await adding
+    assert registered(a.made[0]) == {WHERE, ALSO}
+
+
+async def test_staging_that_is_refused_is_not_given_to_later_starts(two):
+    planes, a, b = two
+    await planes.plane("a")
+    a.refusal = RegistrationError("a", "refused", "no more")
+    with pytest.raises(RegistrationError):
+        await planes.add(*ALSO)
+    await planes.plane("b")
+    assert registered(b.made[0]) == {WHERE}

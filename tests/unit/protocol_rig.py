@@ -227,10 +227,10 @@ def make_outgoing(case: Case, number: int = 1, **times: float) -> OutgoingTransf
     return OutgoingTransfer(number, f"key{number}", 0, case.plan, available, peer="the decode agent", **kind)
 
 
-def make_incoming(case: Case, number: int = 1) -> IncomingTransfer:
+def make_incoming(case: Case, number: int = 1, **more: object) -> IncomingTransfer:
     """The receiver of a case, on a clock that begins at 0."""
     wanted = tuple(Interval(*span) for span in case.wanted)
-    kind = {"deadline": TRANSFER_S, "quiesce_s": QUIESCE_S}
+    kind = {"deadline": TRANSFER_S, "quiesce_s": QUIESCE_S, **more}
     return IncomingTransfer(f"key{number}", 0, case.plan, wanted, peer="the prefill agent", **kind)
 
 

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from rdma_kv.config import Limits, StagingConfig, Timeouts
+from rdma_kv.config import MIN_HEARTBEAT_S, Limits, StagingConfig, Timeouts
 from rdma_kv.errors import ConfigError
 
 
@@ -19,11 +19,27 @@ def test_the_defaults_work_and_are_frozen(settings: Timeouts | StagingConfig | L
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Timeouts)])
 def test_timeouts_are_positive_and_finite(name: str):
-    assert getattr(Timeouts(**{name: 0.001}), name) == 0.001
+    least = {"heartbeat": MIN_HEARTBEAT_S, "lease": 6.001}.get(name, 0.001)
+    assert getattr(Timeouts(**{name: least}), name) == least
     for value in (0, -1.0, math.nan, math.inf, -math.inf):
         with pytest.raises(ConfigError) as refused:
             Timeouts(**{name: value})
         assert refused.value.field == f"timeouts.{name}"
+
+
+@pytest.mark.parametrize(("heartbeat", "lease"), [(2.0, 6.0), (2.0, 1.0), (4.0, 10.0), (0.1, 0.1)])
+def test_a_lease_is_more_than_three_heartbeats(heartbeat: float, lease: float):
+    """Otherwise one late heartbeat, or a busy moment, would cost a link."""
+    with pytest.raises(ConfigError) as refused:
+        Timeouts(heartbeat=heartbeat, lease=lease)
+    assert refused.value.field == "timeouts.lease"
+    assert Timeouts(heartbeat=heartbeat, lease=3.001 * heartbeat).heartbeat == heartbeat
+
+
+def test_heartbeats_are_not_a_load():
+    with pytest.raises(ConfigError) as refused:
+        Timeouts(heartbeat=MIN_HEARTBEAT_S / 2)
+    assert refused.value.field == "timeouts.heartbeat"
 
 
 @pytest.mark.parametrize(
@@ -46,3 +62,13 @@ def test_limits_are_positive(name: str):
         with pytest.raises(ConfigError) as refused:
             Limits(**{name: value})
         assert refused.value.field == f"limits.{name}"
+
+
+def test_staging_may_grow_to_four_times_unless_said_otherwise():
+    assert StagingConfig(slots=4, slot_bytes=4096).max_slots == 16
+    assert StagingConfig(slots=1 << 20, slot_bytes=4096).max_slots == 1 << 20, "as peers can count them"
+    assert StagingConfig(slots=4, slot_bytes=4096, max_staging_bytes=4 * 4096).max_slots == 4
+    assert StagingConfig(slots=4, slot_bytes=4096, max_staging_bytes=6 * 4096 + 5).max_slots == 6
+    with pytest.raises(ConfigError) as refused:
+        StagingConfig(slots=4, slot_bytes=4096, max_staging_bytes=4 * 4096 - 1)
+    assert refused.value.field == "staging.max_staging_bytes"

@@ -8,6 +8,7 @@ import pytest
 
 from rdma_kv import errors
 from rdma_kv.errors import (
+    ChecksumError,
     ClosedError,
     ConfigError,
     ErrorCode,
@@ -44,6 +45,7 @@ EXPECTED = {
     ErrorCode.RANGE_UNAVAILABLE: RangeUnavailableError,
     ErrorCode.CLOSED: ClosedError,
     ErrorCode.FENCE_UNSUPPORTED: FenceUnsupported,
+    ErrorCode.CHECKSUM: ChecksumError,
 }
 
 
@@ -61,13 +63,14 @@ def test_code_and_class_map_one_to_one():
 
 
 def test_codes_never_change_their_numbers():
-    assert [code.value for code in ErrorCode] == list(range(1, 15))
-    assert [ErrorCode(number).name for number in (1, 4, 8, 12, 14)] == [
+    assert [code.value for code in ErrorCode] == list(range(1, 16))
+    assert [ErrorCode(number).name for number in (1, 4, 8, 12, 14, 15)] == [
         "CONFIG",
         "INCOMPATIBLE_PEER",
         "TRANSFER_TIMEOUT",
         "RANGE_UNAVAILABLE",
         "FENCE_UNSUPPORTED",
+        "CHECKSUM",
     ]
 
 
@@ -77,7 +80,14 @@ def test_the_tree():
         assert issubclass(kind, PeerError)
     for kind in (RegistrationError, FenceUnsupported):
         assert issubclass(kind, TransportError)
-    for kind in (TransferTimeout, TransferAborted, RouteMismatchError, RangeUnavailableError, StagingFull):
+    for kind in (
+        TransferTimeout,
+        TransferAborted,
+        RouteMismatchError,
+        RangeUnavailableError,
+        StagingFull,
+        ChecksumError,
+    ):
         assert issubclass(kind, TransferError)
 
 
@@ -102,6 +112,28 @@ def test_facts_are_fields_and_the_text_says_them(error: RdmaKvError, facts: dict
             assert str(value) in str(error)
 
 
+@pytest.mark.parametrize(
+    ("layers", "named"), [((7,), "layers 7,"), ((4, 5, 9), "layers 4, 5, 9,"), (tuple(range(3, 40)), "layers 3 to 39,")]
+)
+def test_a_checksum_error_says_which_chunk_of_whom(layers: tuple[int, ...], named: str):
+    error = ChecksumError(
+        "k",
+        "RECEIVING",
+        component="kv",
+        layers=layers,
+        tokens=(16, 80),
+        src_rank=3,
+        expected=255,
+        found=1,
+        culprit="c/p",
+    )
+    assert (error.component, error.layers, error.tokens, error.src_rank) == ("kv", layers, (16, 80), 3)
+    assert (error.expected, error.found, error.culprit, error.transfer) == (255, 1, "c/p", "k")
+    for part in ("'kv'", named, "tokens [16,80)", "rank 3 of c/p", "0x00000000000000ff", "0x0000000000000001"):
+        assert part in str(error)
+    assert "transfer k" not in error.reason
+
+
 def test_the_reason_leaves_out_whom_it_concerns():
     """It is told to a peer, for whom another name is right."""
     assert RemoteProtocolError("a/b", "lied").reason == "lied"
@@ -111,6 +143,14 @@ def test_the_reason_leaves_out_whom_it_concerns():
     assert LocalProtocolError("push after finish").reason == "push after finish"
 
 
+def test_the_cause_of_an_abort_is_told_on():
+    """So that the last of a chain of agents hears what the first one said."""
+    for code in ErrorCode:
+        assert TransferAborted("k", "SENDING", "no", cause=code).told_code is code
+    for error in (ConfigError("tp", "is odd"), PeerLostError("a/b", "gone"), TransferTimeout("k", "SENDING", "slow")):
+        assert error.told_code is error.code
+
+
 def test_what_may_be_tried_again():
     retryable = {kind for kind in family(RdmaKvError) if kind.retryable and kind.__module__ == errors.__name__}
-    assert retryable == {PeerLostError, TransferTimeout, TransferAborted, StagingFull}
+    assert retryable == {PeerLostError, TransportError, TransferTimeout, TransferAborted, StagingFull, ChecksumError}

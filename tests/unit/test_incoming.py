@@ -18,6 +18,7 @@ from protocol_rig import (
 )
 
 from rdma_kv.errors import (
+    ChecksumError,
     ErrorCode,
     LocalProtocolError,
     PeerLostError,
@@ -365,6 +366,71 @@ def test_release_after_finish_is_refused():
     assert isinstance(machine.error, RemoteProtocolError)
 
 
+# --- checksums ---------------------------------------------------------------------------------------------------------
+
+
+def checked() -> IncomingTransfer:
+    """A receiver whose link has agreed on checksums."""
+    machine = make_incoming(CASE, checksum=True)
+    machine.offered(offer_of(CASE, want=4), 0.0)
+    machine.grant(SLOTS)
+    return machine
+
+
+def test_a_checksum_goes_with_its_box_to_the_scatter():
+    box = Box(0, Interval(0, 2), Interval(0, 1))
+    assert checked().notified(note(0, checksum=17), 0.0) == [Scatter(SLOTS[0], box, 17)]
+    assert checked().notified(note(0, checksum=0), 0.0) == [Scatter(SLOTS[0], box, 0)]
+    assert receiving().notified(note(0), 0.0) == [Scatter(SLOTS[0], box)]
+
+
+@pytest.mark.parametrize(("agreed", "checksum"), [(True, None), (False, 17), (False, 0)])
+def test_a_checksum_that_was_not_agreed_on_or_is_missing_is_the_peers_error(agreed: bool, checksum: int | None):
+    machine = checked() if agreed else receiving()
+    actions = machine.notified(note(0, checksum=checksum), 0.0)
+    assert kinds(actions) == ["ReleaseSlot", "Abort", "Finished"]
+    assert isinstance(machine.error, RemoteProtocolError)
+    assert "against the handshake" in str(machine.error)
+
+
+def test_after_the_end_a_notification_is_a_proof_whatever_it_carries():
+    machine = checked()
+    machine.fail(NO, 0.0)
+    assert machine.notified(note(0), 0.0) == [ReleaseSlot(SLOTS[0])]
+    assert machine.error is NO
+
+
+def test_f77_a_damaged_box_fails_the_transfer_by_name_and_frees_its_slot():
+    machine = checked()
+    machine.notified(note(0, checksum=17), 0.0)
+    machine.notified(note(1, checksum=18), 0.0)
+    box = Box(0, Interval(0, 2), Interval(1, 2))
+    actions = machine.scatter_damaged(SLOTS[1], box, 18, 99, 0.0)
+    assert kinds(actions) == ["ReleaseSlot", "Abort"]  # the caller waits for the scatter that still runs
+    error = machine.error
+    assert isinstance(error, ChecksumError)
+    assert (error.component, error.layers, error.tokens) == ("kv", (0, 1), (1, 2))
+    assert (error.src_rank, error.expected, error.found) == (CASE.plan.move(0).src, 18, 99)
+    assert error.culprit == "the prefill agent"
+    assert error.retryable
+    (message,) = messages_of(actions)
+    assert isinstance(message, Abort)
+    assert (message.code, message.culprit) == (ErrorCode.CHECKSUM, "the prefill agent")
+    assert kinds(machine.scattered(SLOTS[0], 0.0)) == ["ReleaseSlot", "Finished"]
+    machine.quiesced(0.0)
+    assert machine.state is IncomingState.FAILED
+    assert machine.settled
+
+
+def test_a_damaged_box_after_a_failure_changes_nothing_but_its_slot():
+    machine = checked()
+    machine.notified(note(0, checksum=17), 0.0)
+    machine.fail(NO, 0.0)
+    actions = machine.scatter_damaged(SLOTS[0], Box(0, Interval(0, 2), Interval(0, 1)), 17, 99, 0.0)
+    assert kinds(actions) == ["ReleaseSlot", "Finished"]
+    assert machine.error is NO
+
+
 # --- endings -----------------------------------------------------------------------------------------------------------
 
 
@@ -382,6 +448,26 @@ def ends(machine: IncomingTransfer) -> list[list[Action] | None]:
         machine.tick(1e9),
         machine.link_lost(PeerLostError("peer", "gone"), 5.0),
     ]
+
+
+def test_a_failure_that_an_abort_brought_is_told_by_who_sent_it():
+    """The first failure decides who tells: what comes later changes nothing."""
+    heard = receiving()
+    heard.aborted(abort(), 0.0)
+    heard.fail(NO, 0.0)
+    assert heard.told
+    own = receiving()
+    own.fail(NO, 0.0)
+    own.aborted(abort(), 0.0)
+    refused = receiving()
+    refused.link_lost(PeerLostError("peer", "gone"), 0.0)
+    done = receiving()
+    take(done, 0, 1, 2, 3)
+    done.finished(Finish(1, 4, {}), 0.0)
+    done.aborted(abort(), 0.0)
+    assert not own.told
+    assert not refused.told
+    assert not done.told
 
 
 def test_a34_everything_after_done():

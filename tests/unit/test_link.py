@@ -21,12 +21,35 @@ from rdma_kv.errors import (
     TransferTimeout,
     TransportError,
 )
-from rdma_kv.messages import FRAME_HEADER, PROTOCOL_VERSION, Bye, Hello, Start, decode, encode
+from rdma_kv.messages import (
+    FRAME_HEADER,
+    PROTOCOL_VERSION,
+    Abort,
+    Ack,
+    Bye,
+    ControlMessage,
+    Done,
+    Expect,
+    Finish,
+    Grant,
+    Heartbeat,
+    Hello,
+    Offer,
+    Quiesced,
+    Regions,
+    Reject,
+    Release,
+    Settle,
+    Start,
+    decode,
+    encode,
+)
 from rdma_kv.protocol.link import (
     DOUBLE_DIAL,
     Identity,
     Link,
     LinkState,
+    Process,
     bye,
     check_compatible,
     choose_transport,
@@ -96,6 +119,8 @@ def changed(hello: Hello, **fields: object) -> Hello:
         side(topology=Topology(8, 2, 2, 4, (1, 3), ContextSplit(5)), ranks=(7, 3, 20), tie_break=TieBreak.KEY),
         side(model=ModelSpec.mla(layers=4, fingerprint="é" * 100), page_sizes=(64,)),
         side(model=model(has_tokens=True, scale_mode="per head"), page_sizes=(1, 2)),
+        side(checksum="tiled-multilinear-64"),
+        side(heartbeat_ms=10, lease_ms=31, process=Process("boot/pid:[1]", 7, 12345)),
     ],
 )
 def test_a_hello_says_the_whole_identity(identity: Identity):
@@ -145,6 +170,7 @@ COMPONENTS = PEER.hello().components
         {"owns": [(0, 1)]},
         {"slot_bytes": 0},
         {"transports": ["ucx", "nixl", "ucx"]},
+        {"heartbeat_ms": 2000, "lease_ms": 6000},
         {"topology": msgspec.structs.replace(TOPOLOGY, tp=0)},
         {"topology": msgspec.structs.replace(TOPOLOGY, tp=1 << 30)},
         {"topology": msgspec.structs.replace(TOPOLOGY, dp=4)},
@@ -195,6 +221,7 @@ REFUSED = [
     ("kv.kv_heads", {"model": model(kv_heads=1, replicated=True)}),
     ("components", {"model": ModelSpec(model().components[:1], model().fingerprint), "page_sizes": (16,)}),
     ("components", {"model": ModelSpec(model().components[::-1], model().fingerprint)}),
+    ("checksum", {"checksum": "tiled-multilinear-64"}),
     ("layers_per_stage", {"topology": Topology.with_layers(5, tp=2)}),
     ("layers_per_stage", {"topology": Topology.with_layers(3, tp=2)}),
 ]
@@ -229,6 +256,15 @@ def test_both_sides_choose_the_same_transport(prefill: tuple[str, ...], decode_:
         else:
             assert [link.state for link in links] == [LinkState.CLOSED] * 2
             assert [link.error.field for link in links] == ["transport"] * 2  # type: ignore[union-attr]
+
+
+def test_both_sides_must_use_the_same_checksum():
+    one, other = side(checksum="sum-1"), side(Role.DECODE, checksum="sum-1")
+    assert [link.state for link in shake(one, other)] == [LinkState.UP] * 2
+    for link in (*shake(one, PEER), *shake(PEER, one), *shake(one, replace(other, checksum="sum-2"))):
+        assert isinstance(link.error, IncompatiblePeerError)
+        assert link.error.field == "checksum"
+        assert "AgentConfig.checksum" in str(link.error)
 
 
 def test_the_prefill_sides_order_decides():
@@ -308,6 +344,93 @@ def test_two_of_one_role_do_not_meet(role: Role):
     one = side(role)
     other = replace(side(role), id=AgentId("c", "another", role, 0))
     assert [link.error.field for link in shake(one, other)] == ["role"] * 2  # type: ignore[union-attr]
+
+
+def sibling(role: Role, **changes: object) -> Identity:
+    """Another agent of the same engine as `side(role)`."""
+    return side(role, ranks=(1,), **changes)
+
+
+@pytest.mark.parametrize("role", Role)
+def test_two_agents_of_one_engine_have_a_link_for_control_only(role: Role):
+    """What KV would need is of no matter there: transports, page sizes, slots."""
+    one, other = side(role), sibling(role, transports=("ucx",), page_sizes=(1, 1), slot_bytes=1, checksum="other")
+    for links in (shake(one, other), shake(other, one)):
+        assert [link.state for link in links] == [LinkState.UP] * 2
+        assert all(link.control_only for link in links)
+        assert [link.transport for link in links] == ["", ""]
+    for link in shake(OWN, PEER):
+        assert not link.control_only
+        assert link.transport == "loopback"
+
+
+@pytest.mark.parametrize("dialed_by", ["us", "the other"])
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("cluster", {"id": AgentId("other", "p", Role.PREFILL, 1)}),
+        ("role", {"id": AgentId("c", "p2", Role.PREFILL, 1)}),
+        ("identity", {"id": AgentId("c", "p", Role.PREFILL, 0), "owns": (Owned(0, 0),)}),
+        ("topology", {"topology": Topology.with_layers(4, tp=2, pp=2)}),
+        ("tie_break", {"tie_break": TieBreak.KEY}),
+    ],
+)
+def test_agents_that_see_another_engine_are_refused_by_name(field: str, changes: dict[str, object], dialed_by: str):
+    one, other = side(), replace(sibling(Role.PREFILL), **changes)  # type: ignore[arg-type]
+    for link in shake(one, other) if dialed_by == "us" else shake(other, one):
+        assert link.state is LinkState.CLOSED
+        assert isinstance(link.error, IncompatiblePeerError)
+        assert link.error.field == field
+
+
+def abort(transfer: int) -> Abort:
+    return Abort(transfer, "k", 0, 0, 0, ErrorCode.CLOSED, "", "why", "d")
+
+
+@pytest.mark.parametrize("message", [abort(0), Heartbeat(1, 0), Heartbeat(1, 0, True)], ids=repr)
+def test_a_link_for_control_carries_aborts_by_name_and_heartbeats(message: ControlMessage):
+    dialer, acceptor = shake(side(), sibling(Role.PREFILL))
+    for link in (dialer, acceptor):
+        assert link.received(message) is None
+        assert link.state is LinkState.UP
+    assert dialer.received(bye(ClosedError("closing"))) is None
+    assert dialer.state is LinkState.CLOSED
+
+
+ID = bytes(16)
+KV_MESSAGES = [
+    Regions([(4096, 1, 0)], 1, b""),
+    Expect("k", 0, 0, 0, ID, [], 1),
+    Offer(1, "k", 0, 0, 0, ID, [], 0, 1),
+    Grant(1, [], []),
+    Reject(0, ErrorCode.CONFIG, ""),
+    Release(1, []),
+    Start(1),
+    Ack(1, 0, 1),
+    Finish(1, 0, {}),
+    Done(1),
+    abort(1),
+    Quiesced(1),
+    Settle(),
+]
+
+
+@pytest.mark.parametrize("message", KV_MESSAGES, ids=lambda message: type(message).__name__)
+def test_anything_else_on_a_link_for_control_is_the_peers_error(message: ControlMessage):
+    for link in shake(side(), sibling(Role.PREFILL)):
+        answer = link.received(message)
+        assert answer is not None
+        assert answer.code is ErrorCode.REMOTE_PROTOCOL
+        assert isinstance(link.error, RemoteProtocolError)
+        assert f"{type(message).__name__} on a link between two agents of one engine" in str(link.error)
+        assert link.state is LinkState.CLOSED
+    for link in shake(OWN, PEER):  # the control: where KV goes it is welcome
+        assert link.received(message) is None
+        assert link.state is LinkState.UP
+
+
+def test_every_kind_of_message_is_either_control_or_not():
+    assert {type(message) for message in KV_MESSAGES} | {Hello, Heartbeat, Bye} == set(ControlMessage.__args__)
 
 
 @pytest.mark.parametrize(
@@ -473,6 +596,20 @@ def test_an_end_may_have_a_reason_of_its_own():
     error = RemoteProtocolError("peer", "an unreadable frame")
     link.lost(error)
     assert link.error is error
+
+
+# --- liveness ----------------------------------------------------------------------------------------------------------
+
+
+def test_both_sides_beat_at_the_smaller_interval_and_keep_their_own_leases():
+    one = side(heartbeat_ms=2000, lease_ms=10_000)
+    other = side(Role.DECODE, heartbeat_ms=500, lease_ms=1600)
+    lives = [link.liveness(0.0, 0.0) for link in shake(one, other)]
+    assert [life.heartbeat_s for life in lives] == [0.5, 0.5]
+    assert [life.lease_s for life in lives] == [10.0, 1.6]
+    for life, peer_lease_s in zip(lives, (1.6, 10.0), strict=True):  # each posts by the other's lease
+        assert life.may_post(0.9 * peer_lease_s - 0.001)
+        assert not life.may_post(0.9 * peer_lease_s)
 
 
 # --- double dial -------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from rdma_kv.messages import Grant, Notification, Quiesced
 from rdma_kv.protocol.actions import Action, Finished, Listen, PostWrite, ReleaseSlot, SendMessage
 from rdma_kv.protocol.incoming import INCOMING_TABLE, INCOMING_TERMINAL, IncomingEvent, IncomingState, IncomingTransfer
 from rdma_kv.protocol.link import LINK_TABLE, LINK_TERMINAL, LinkEvent, LinkState
+from rdma_kv.protocol.liveness import LIFE_TABLE, LIFE_TERMINAL, LifeEvent, LifeState
 from rdma_kv.protocol.machine import Machine
 from rdma_kv.protocol.outgoing import OUTGOING_TABLE, OUTGOING_TERMINAL, OutgoingEvent, OutgoingState, OutgoingTransfer
 from rdma_kv.slots import SlotRef
@@ -60,14 +61,19 @@ LINK = {
     "GREETING": {"HELLO": "UP", "REFUSE": "CLOSED", "BYE": "CLOSED", "LOST": "CLOSED", "TIMEOUT": "CLOSED"},
     "UP": {"MESSAGE": "UP", "REFUSE": "CLOSED", "BYE": "CLOSED", "LOST": "CLOSED"},
 }
+LIFE = {
+    "ALIVE": {"HEARD": "ALIVE", "OVERDUE": "SUSPECT"},
+    "SUSPECT": {"HEARD": "ALIVE", "EXPIRED": "LOST"},
+}
 TABLES = [
     (OUTGOING, OUTGOING_TABLE, OUTGOING_TERMINAL, OutgoingState, OutgoingEvent),
     (INCOMING, INCOMING_TABLE, INCOMING_TERMINAL, IncomingState, IncomingEvent),
     (LINK, LINK_TABLE, LINK_TERMINAL, LinkState, LinkEvent),
+    (LIFE, LIFE_TABLE, LIFE_TERMINAL, LifeState, LifeEvent),
 ]
 Table = Mapping[tuple[Enum, Enum], Enum]
 every_table = pytest.mark.parametrize(
-    ("expected", "table", "terminal", "states", "events"), TABLES, ids=["outgoing", "incoming", "link"]
+    ("expected", "table", "terminal", "states", "events"), TABLES, ids=["outgoing", "incoming", "link", "life"]
 )
 
 

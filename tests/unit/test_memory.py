@@ -5,12 +5,13 @@ from __future__ import annotations
 import array
 import ctypes
 import mmap
+import os
 
 import numpy as np
 import pytest
 
 from rdma_kv.errors import ConfigError
-from rdma_kv.memory import HostMemory, locate, locate_all
+from rdma_kv.memory import PAGE_BYTES, HostMemory, locate, locate_all
 
 
 def bytes_at(address: int, count: int) -> bytes:
@@ -112,3 +113,30 @@ def test_other_tensors_are_refused():
         locate("pool", torch.zeros(4, 4).T)
     with pytest.raises(ConfigError, match="on meta"):
         locate("pool", torch.zeros(4, device="meta"))
+
+
+def test_retired_pages_are_gone_and_those_beside_them_are_not():
+    memory = HostMemory(3 * PAGE_BYTES)
+    memory.view[:] = 7
+    memory.retire(PAGE_BYTES, PAGE_BYTES)
+    assert not memory.view[:PAGE_BYTES].tobytes().strip(b"\7")
+    assert not memory.view[2 * PAGE_BYTES :].tobytes().strip(b"\7")
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[:2] for line in maps]
+    first = memory.address + PAGE_BYTES
+    assert any(span == f"{first:x}-{first + PAGE_BYTES:x}" and rights.startswith("---") for span, rights in spans)
+    reading, writing = os.pipe()
+    with pytest.raises(OSError, match="Bad address"):
+        os.write(writing, memoryview(memory._map)[PAGE_BYTES : PAGE_BYTES + 1])
+    os.close(reading)
+    os.close(writing)
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(0, 1), (1, PAGE_BYTES), (0, 0), (-PAGE_BYTES, PAGE_BYTES), (PAGE_BYTES, 2 * PAGE_BYTES)]
+)
+def test_only_whole_pages_of_its_own_are_retired(offset: int, length: int):
+    memory = HostMemory(2 * PAGE_BYTES)
+    with pytest.raises(ConfigError):
+        memory.retire(offset, length)
+    memory.view[:] = 1

@@ -17,8 +17,11 @@ from rdma_kv.messages import (
     FRAME_HEADER,
     MAX_COUNT,
     MAX_FRAME_BYTES,
+    MAX_SEGMENTS,
+    MAX_SLOTS,
     MAX_SLOTS_PER_MESSAGE,
     MAX_TEXT,
+    MIN_HEARTBEAT_MS,
     Abort,
     Ack,
     Bye,
@@ -28,6 +31,7 @@ from rdma_kv.messages import (
     Expect,
     Finish,
     Grant,
+    Heartbeat,
     Hello,
     Message,
     Notification,
@@ -36,6 +40,7 @@ from rdma_kv.messages import (
     Regions,
     Reject,
     Release,
+    Settle,
     Start,
     TopologyFacts,
     decode,
@@ -62,8 +67,27 @@ COMPONENT = ComponentFacts(
 )
 
 ONE_OF_EACH: list[ControlMessage] = [
-    Hello(1, "c", "p", "prefill", 0, ID, TOPOLOGY, "replica", "model", [COMPONENT], [(0, 0), (1, 1)], ["ucx"], 1 << 22),
-    Regions((1 << 47) + 4096, 16, 1 << 22, 1, b"\x00\xffblob"),
+    Hello(
+        1,
+        "c",
+        "p",
+        "prefill",
+        0,
+        ID,
+        TOPOLOGY,
+        "replica",
+        "model",
+        [COMPONENT],
+        [(0, 0), (1, 1)],
+        ["ucx"],
+        1 << 22,
+        2000,
+        10_000,
+        "boot/pid:[4026531836]",
+        4711,
+        123_456_789,
+    ),
+    Regions([((1 << 47) + 4096, 16, 1), (4096, 1, 0)], 1 << 22, b"\x00\xffblob"),
     Expect("key", 0, 1, 2, ID, [(16, 2048)], 60_000),
     Offer(7, "key", 3, 1, 2, ID, [(0, 2048), (0, 1)], 5, 60_000),
     Grant(7, [(16, 2048), (0, 1)], [(3, 9), (15, 1 << 40)]),
@@ -75,6 +99,8 @@ ONE_OF_EACH: list[ControlMessage] = [
     Done(7),
     Abort(7, "key", 0, 1, 2, ErrorCode.TRANSFER_TIMEOUT, "rank 3", "too late"),
     Quiesced(7),
+    Settle(),
+    Heartbeat(9, 8, True),
     Bye(ErrorCode.INCOMPATIBLE_PEER, "kv.row_bytes", "256 there, 128 here"),
 ]
 NOTE = Notification(7, 3, 9, 2, (0, 4), (16, 80))
@@ -147,9 +173,25 @@ def test_codes_are_numbers_on_the_wire():
 
 def test_a_notification_is_an_array():
     body = encode_notification(NOTE)
-    assert msgpack.unpackb(body) == [7, 3, 9, 2, [0, 4], [16, 80]]
+    assert msgpack.unpackb(body) == [7, 3, 9, 2, [0, 4], [16, 80], None]
+    assert decode_notification("peer", msgpack.packb([7, 3, 9, 2, [0, 4], [16, 80], None])) == NOTE
     assert decode_notification("peer", msgpack.packb([7, 3, 9, 2, [0, 4], [16, 80]])) == NOTE
     assert len(body) < 64
+
+
+@pytest.mark.parametrize("checksum", [0, 1, (1 << 64) - 1])
+def test_a_notification_carries_any_checksum(checksum: int):
+    note = Notification(7, 3, 9, 2, (0, 4), (16, 80), checksum)
+    body = encode_notification(note)
+    assert msgpack.unpackb(body)[-1] == checksum
+    assert decode_notification("peer", body) == note
+    assert len(body) < 64
+
+
+@pytest.mark.parametrize("checksum", [-1, 1.5, "1", True, [1]])
+def test_what_is_no_checksum_is_refused(checksum: Any):
+    with pytest.raises(RemoteProtocolError):
+        decode_notification("peer", msgpack.packb([7, 3, 9, 2, [0, 4], [16, 80], checksum]))
 
 
 def test_p75_one_grant_for_a_large_request_is_far_below_the_frame_limit():
@@ -165,10 +207,11 @@ NUMBERS = [
     (Hello, "rank", 0, INDEX_TOP),
     (Hello, "version", 0, INDEX_TOP),
     (Hello, "slot_bytes", 0, (1 << 62) - 1),
-    (Regions, "address", 0, (1 << 62) - 1),
-    (Regions, "num_slots", 1, 1 << 20),
-    (Regions, "slot_bytes", 1, (1 << 40) - 1),
-    (Regions, "device", 0, INDEX_TOP),
+    (Hello, "heartbeat_ms", MIN_HEARTBEAT_MS, MAX_COUNT),
+    (Hello, "lease_ms", 1, MAX_COUNT),
+    (Hello, "pid", 0, INDEX_TOP),
+    (Hello, "started", 0, (1 << 62) - 1),
+    (Regions, "slot_bytes", 1, 1 << 40),
     (Expect, "attempt", 0, INDEX_TOP),
     (Expect, "timeout_ms", 0, MAX_COUNT),
     (Offer, "transfer", 1, SEQUENCE_TOP),
@@ -184,6 +227,8 @@ NUMBERS = [
     (Done, "transfer", 0, SEQUENCE_TOP),
     (Abort, "transfer", 0, SEQUENCE_TOP),
     (Quiesced, "transfer", 1, SEQUENCE_TOP),
+    (Heartbeat, "number", 1, SEQUENCE_TOP),
+    (Heartbeat, "heard", 0, SEQUENCE_TOP),
 ]
 
 
@@ -213,6 +258,8 @@ SIZES = [
     (Hello, "engine", *sized(1, 256)),
     (Hello, "role", *sized(1, 256)),
     (Hello, "tie_break", *sized(1, 256)),
+    (Hello, "host", *sized(0, 256)),
+    (Hello, "checksum", *sized(0, 256)),
     (Hello, "transports", [["ucx"], ["ucx"] * 8], [[], ["ucx"] * 9]),
     (Hello, "incarnation", *sized(16, 16, b"\x01")),
     (Hello, "fingerprint", *sized(0, MAX_TEXT)),
@@ -231,6 +278,7 @@ SIZES = [
     (Reject, "message", *sized(0, MAX_TEXT)),
     (Abort, "key", *sized(1, 512)),
     (Abort, "culprit", *sized(0, MAX_TEXT)),
+    (Abort, "counterpart", *sized(0, 256)),
     (Abort, "message", *sized(0, MAX_TEXT, "é")),
     (Bye, "field", *sized(0, MAX_TEXT)),
     (Bye, "message", *sized(0, MAX_TEXT)),
@@ -293,7 +341,7 @@ def test_unknown_missing_and_mistyped_fields_are_refused(message: ControlMessage
     for name in message.__struct_fields__[:required]:
         refused(msgpack.packb({key: value for key, value in facts.items() if key != name}))
     for name in message.__struct_fields__:
-        for wrong in (None, 1.5, True, {1: 1}):
+        for wrong in (None, 1.5, 7 if isinstance(getattr(message, name), bool) else True, {1: 1}):
             refused(changed(message, **{name: wrong}))
 
 
@@ -306,7 +354,7 @@ def test_cut_and_lengthened_bodies_are_refused(message: ControlMessage):
     refused(body + body)
 
 
-@pytest.mark.parametrize("kind", ["", "HELLO", "heartbeat", "start ", "message", None, 3, b"start"])
+@pytest.mark.parametrize("kind", ["", "HELLO", "beat", "start ", "message", None, 3, b"start"])
 def test_unknown_kinds_are_refused(kind: Any):
     refused(msgpack.packb({"type": kind, "transfer": 1}))
 
@@ -316,7 +364,7 @@ def test_the_type_may_come_last_but_not_be_missing():
     refused(msgpack.packb({"transfer": 1}))
 
 
-@pytest.mark.parametrize("code", [0, 15, -1, 1 << 40, "closed", None])
+@pytest.mark.parametrize("code", [0, max(ErrorCode) + 1, -1, 1 << 40, "closed", None])
 def test_unknown_codes_are_refused(code: Any):
     refused(changed(the(Bye), code=code))
 
@@ -399,7 +447,7 @@ def test_p79_a_flipped_byte_gives_a_message_or_a_typed_error(message: ControlMes
 @seeded
 @given(st.sampled_from(ONE_OF_EACH), st.data())
 def test_p79_a_random_field_gives_a_message_or_a_typed_error(message: ControlMessage, data: st.DataObject):
-    field = data.draw(st.sampled_from(message.__struct_fields__))
+    field = data.draw(st.sampled_from(message.__struct_fields__ or ("surprise",)))
     value = data.draw(st.integers() | st.text(max_size=3) | st.lists(st.integers(-1, 9), max_size=3) | st.none())
     facts = {**msgspec.to_builtins(message, builtin_types=(bytes,)), field: value}
     try:
@@ -419,7 +467,7 @@ GOOD = [7, 3, 9, 2, [0, 4], [16, 80]]
     [
         [],
         GOOD[:-1],
-        [*GOOD, 1],
+        [*GOOD, None, 1],
         [0, *GOOD[1:]],
         [7, -1, *GOOD[2:]],
         [7, 1 << 31, *GOOD[2:]],
@@ -462,7 +510,7 @@ def test_a_message_beyond_the_frame_limit_is_not_sent():
     with pytest.raises(ValueError, match="Finish of 1048577 bytes"):
         encode(Finish(1, 0, {"a": b"x" * (spare + 1)}))
     with pytest.raises(ValueError, match="Regions"):
-        encode(Regions(0, 1, 1, 0, bytes(MAX_FRAME_BYTES)))
+        encode(Regions([(0, 1, 0)], 1, bytes(MAX_FRAME_BYTES)))
 
 
 @pytest.mark.parametrize(
@@ -471,3 +519,36 @@ def test_a_message_beyond_the_frame_limit_is_not_sent():
 def test_any_text_can_be_told(text: str, told: str):
     assert text_field(text) == told
     assert decode("peer", body_of(Bye(ErrorCode.CLOSED, "", text_field(text)))) == Bye(ErrorCode.CLOSED, "", told)
+
+
+# --- regions -----------------------------------------------------------------------------------------------------------
+
+
+def test_slots_are_counted_through_the_segments():
+    regions = Regions([(1 << 20, 3, 0), (1 << 30, 1, 2), (1 << 24, 2, 0)], 4096, b"")
+    assert regions.num_slots == 6
+    places = [regions.place(slot) for slot in range(6)]
+    assert places[:3] == [((1 << 20) + 4096 * n, 0) for n in range(3)]
+    assert places[3:] == [(1 << 30, 2), (1 << 24, 0), ((1 << 24) + 4096, 0)]
+    with pytest.raises(IndexError):
+        regions.place(6)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [],
+        [(0, 1, 0)] * (MAX_SEGMENTS + 1),
+        [(-1, 1, 0)],
+        [(1 << 62, 1, 0)],
+        [(0, 0, 0)],
+        [(0, MAX_SLOTS + 1, 0)],
+        [(0, 1, -1)],
+        [(0, 1)],
+    ],
+)
+def test_segments_that_cannot_be_are_not_read(segments: list[tuple[int, ...]]):
+    with pytest.raises(RemoteProtocolError):
+        decode(
+            "peer", msgspec.msgpack.encode({"type": "regions", "segments": segments, "slot_bytes": 1, "metadata": b""})
+        )

@@ -356,6 +356,36 @@ def ends(machine: OutgoingTransfer) -> list[list[Action]]:
     ]
 
 
+def test_a_failure_that_an_abort_brought_is_told_by_who_sent_it():
+    """A REJECT is not told by its sender to others: it may know of no transfer."""
+    heard, own, rejected, done = pushed(), pushed(), pushed(), finishing()
+    heard.aborted(abort(), 0.0)
+    heard.fail(NO, 0.0)
+    own.fail(NO, 0.0)
+    own.aborted(abort(), 0.0)
+    rejected.rejected(Reject(1, ErrorCode.CLOSED, ""), 0.0)
+    done.done(0.0)
+    done.aborted(abort(), 0.0)
+    assert [machine.told for machine in (heard, own, rejected, done)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("checksum", [None, 0, 17])
+def test_a_checksum_goes_from_the_gather_to_the_write(checksum: int | None):
+    machine = pushed(wanted=(0, 8))
+    give(machine, (0, 1))
+    machine.start_box(LOCAL)
+    (action,) = machine.gathered(LOCAL, checksum)
+    assert isinstance(action, PostWrite)
+    assert action.checksum == checksum
+
+
+def test_the_first_cause_goes_into_an_abort():
+    machine = pushed()
+    message, _ = messages_of(machine.fail(TransferAborted("key1", "x", "no", cause=ErrorCode.CONFIG, culprit="r"), 0.0))
+    assert isinstance(message, Abort)
+    assert (message.code, message.culprit, message.counterpart) == (ErrorCode.CONFIG, "r", "")
+
+
 def test_a34_abort_after_done():
     machine = finishing()
     machine.done(0.0)

@@ -93,6 +93,50 @@ def test_what_is_held_is_told_by_peer_and_reason():
     assert not pool._per_peer, "every incarnation is a new peer: nothing of an old one may stay"
 
 
+def test_a_retired_slot_is_never_handed_out_again_and_new_ones_take_over():
+    pool = SlotPool(2)
+    old = take(pool)
+    pool.retire(old)
+    assert (pool.total, pool.working, pool.retired, pool.free) == (2, 1, 1, 1)
+    for use in (pool.release, pool.retire, pool.reason):
+        with pytest.raises(LocalProtocolError):
+            use(old)
+    pool.grow(2)
+    assert (pool.total, pool.working, pool.free, pool.quota) == (4, 3, 3, 1)
+    assert sorted(take(pool, peer).index for peer in "abc") == [1, 2, 3]
+    assert not pool.free
+
+
+def test_unproven_slots_block_their_peer_at_its_quota_and_all_when_nothing_else_is_left():
+    pool = SlotPool(4)
+    slots = [take(pool) for _ in range(2)]
+    assert not pool.is_blocked("a"), "it gets one when one of its own comes back"
+    for slot in slots:
+        pool.change(slot, Hold.UNPROVEN)
+    assert pool.is_blocked("a")
+    assert not pool.is_blocked("b")
+    assert (pool.usable, pool.unproven()) == (2, {"a": 2})
+    assert pool.missing("a", wanted=4) == 2
+    others = [take(pool, "b") for _ in range(2)]
+    for slot in others:
+        pool.change(slot, Hold.UNPROVEN)
+    assert pool.usable == 0
+    assert pool.is_blocked("c")
+    pool.grow(pool.missing("a", wanted=4))
+    assert not pool.is_blocked("a")
+    assert pool.usable == 4
+    for slot in (*slots, *others):
+        pool.release(slot)
+    assert pool.unproven() == {}
+
+
+def test_a_pool_that_has_lost_a_slot_says_so_at_the_next_change():
+    pool = SlotPool(3)
+    pool._free.pop()
+    with pytest.raises(LocalProtocolError, match="lost or doubled"):
+        pool.acquire("a", Hold.GATHER)
+
+
 class AnyUse(RuleBasedStateMachine):
     """Random use beside a plain model: who holds which slot for what, and the order of the free ones."""
 
@@ -103,13 +147,14 @@ class AnyUse(RuleBasedStateMachine):
         super().__init__()
         self.pool = SlotPool(5)
         self.free = list(reversed(range(5)))
+        self.retired = 0
         self.holds: dict[SlotRef, tuple[str, Hold]] = {}
         self.ever: set[SlotRef] = set()
 
     @rule(target=live, peer=st.sampled_from(PEERS), reason=st.sampled_from(Hold))
     def acquire(self, peer: str, reason: Hold) -> SlotRef | None:
         mine = sum(holder == peer for holder, _ in self.holds.values())
-        may = bool(self.free) and mine < 2
+        may = bool(self.free) and mine < max(1, (self.pool.total - self.retired) // 2)
         assert self.pool.can_acquire(peer) == may
         slot = self.pool.acquire(peer, reason)
         assert (slot is not None) == may
@@ -128,6 +173,19 @@ class AnyUse(RuleBasedStateMachine):
             self.free.append(slot.index)
         return slot
 
+    @rule(target=dead, slot=consumes(live))
+    def retire(self, slot: SlotRef | None) -> SlotRef | None:
+        if slot is not None:
+            self.pool.retire(slot)
+            del self.holds[slot]
+            self.retired += 1
+        return slot
+
+    @rule(count=st.integers(1, 3))
+    def grow(self, count: int) -> None:
+        self.free[:0] = reversed(range(self.pool.total, self.pool.total + count))
+        self.pool.grow(count)
+
     @rule(slot=live, reason=st.sampled_from(Hold))
     def change(self, slot: SlotRef | None, reason: Hold) -> None:
         if slot is not None:
@@ -144,7 +202,10 @@ class AnyUse(RuleBasedStateMachine):
     @invariant()
     def agrees_with_the_model(self) -> None:
         assert self.pool.free == len(self.free)
-        assert self.pool.free + sum(self.pool.held().values()) == self.pool.total
+        assert self.pool.free + sum(self.pool.held().values()) + self.retired == self.pool.total
+        assert self.pool.retired == self.retired
+        unproven = [peer for peer, reason in self.holds.values() if reason is Hold.UNPROVEN]
+        assert self.pool.unproven() == {peer: unproven.count(peer) for peer in set(unproven)}
         for slot, (peer, reason) in self.holds.items():
             assert self.pool.is_live(slot, peer)
             assert self.pool.reason(slot) is reason
