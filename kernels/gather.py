@@ -27,7 +27,8 @@ def gather(
         device: whose kernels run; all addresses must be valid there, on the GPU itself, a peer or pinned host memory.
             "cpu" takes addresses of this process and needs Triton's interpreter; there the bytes are in place on return.
         stream: of that device; None is its current stream. Orders this launch with what produces and uses the bytes.
-        programs: of the grid, so at most as many multiprocessors are taken; None is `tiles.PROGRAMS`.
+        programs: of the grid, so at most as many multiprocessors are taken; None is `tiles.PROGRAMS`. What a lane needs
+            says `programs.fewest_programs`. One a piece (any large number) is fastest, where nothing else runs.
 
     Raises:
         ConfigError: a chunk's field has a wrong shape, dtype or range, or an argument does not fit. Nothing was queued.

@@ -1,19 +1,31 @@
-"""The Triton kernel behind `gather` and `scatter`, and its launch: theory of the tiling.
+"""The Triton kernels behind `gather` and `scatter`, and their launch: theory of the tiling.
 
-The packed form of a chunk is one line of words (`tables` says what a word is), and a tile is a run of them. So lane i of
-tile n of the chunk has packed word n * tile_words + i, and consecutive lanes always have consecutive packed words: that
-side is coalesced whatever the geometry, and the paged side as far as rows reach. No lane idles but in a chunk's last tile.
+A tile is a run of words of one plane of one chunk (`tables` says what a word is). Programs take pieces of tiles, as large as
+their `Shape` says, and each lane of a piece has one word. The packed form of a plane is one line of words, so consecutive
+lanes always have consecutive packed words: that side is coalesced whatever the geometry, and the paged side as far as rows
+reach. No lane idles but in a plane's last tile.
 
-Where a lane's word lies in the paged form is read off an odometer whose wheels are word in row, head, token, plane. Its
-stand at the tile's first word takes three divisions of scalars. From there each lane goes on by i words, and the turns of
-a wheel are what the next one goes on by. As none goes on by more than a tile, this is 32-bit arithmetic with one divisor
-for all lanes, whatever the sizes; offsets and addresses have 64 bits throughout.
+Where a lane's word lies in the paged form is read off an odometer whose wheels are word in row, head, token. The host gives
+its stand at the tile's first word. From there each lane goes on by i words, and the turns of a wheel are what the next one
+goes on by. As none goes on by more than a tile, this is 32-bit arithmetic with one divisor for all lanes, whatever the
+sizes; offsets and addresses have 64 bits throughout. What it costs is one load from the tables and some 40 instructions for
+16 bytes, several words a thread, so that many loads are under way before the first is waited for.
 
-Copying is between addresses that the tables name, so the kernel takes no argument but the tables, and one compilation
-serves each direction and tiling. Words are copied, never interpreted: NaN patterns and any dtype pass unchanged. A word
-of 16 bytes is two int64 that Triton is told to be adjacent and aligned, and becomes one access.
+**Division of small numbers.** A wheel longer than a tile passes its end once at most, so its front is cut off (`*_CUT`), and
+the dividend is below 2**16 and the divisor at most 2**15. All lanes divide by one divisor, so they multiply by a factor,
+2**31 / divisor rounded up (`*_FACTOR`), and keep the high half of twice the product: exact, because dividend times divisor
+stays below 2**31.
 
-With `TRITON_INTERPRET=1` in the environment when this module is imported, Triton runs the same kernel on the host, in
+**Odd chunks** have rows of any length at any address. A word is 16 aligned bytes where it is *written*; where it is read it
+lies across two aligned words, which are read whole and shifted together. The first and the last word of a row are written in
+part, in units of the chunk's grain. So any alignment costs three accesses of 16 bytes instead of two, and a few narrow ones.
+
+Copying is between addresses that the tables name, so a kernel takes no argument but the tables. Words are copied, never
+interpreted: NaN patterns and any dtype pass unchanged. A word of 16 bytes is two int64 that Triton is told to be adjacent
+and aligned, and becomes one access. Cache hints do not help: of `.cs`, `.cg`, `.wt`, evict_first and evict_last none was
+faster than none, with many small programs.
+
+With `TRITON_INTERPRET=1` in the environment when this module is imported, Triton runs the same kernels on the host, in
 NumPy, on addresses of this process: slow, for tests, and one launch at a time.
 """
 
@@ -30,70 +42,114 @@ import triton.language as tl
 
 from rdma_kv.errors import ConfigError
 from rdma_kv.kernels.launch import Chunk
-from rdma_kv.kernels.tables import HEADER, Field, Tables
+from rdma_kv.kernels.tables import Line, Tables, Tile
 
-# Programs of one launch unless told otherwise. They take at most as many multiprocessors, and leave the rest to the
-# engine's compute. Measured with a prototype on an H200: 16 programs of 16 warps gather 324 GB/s of payload.
 PROGRAMS = 16
+"""Programs of one launch unless told otherwise. They take at most as many multiprocessors, and leave the rest to the engine's
+compute. On an H200, 16 of them carry 580 GB/s of payload, more than any lane there; `programs` chooses for a lane."""
 
-_HEADER = tl.constexpr(HEADER)
-_FIELDS = tl.constexpr(len(Field))
-_FIRST_TILE = tl.constexpr(int(Field.FIRST_TILE))
-_WORD_BYTES = tl.constexpr(int(Field.WORD_BYTES))
-_WORDS = tl.constexpr(int(Field.WORDS))
-_ROW_WORDS = tl.constexpr(int(Field.ROW_WORDS))
-_HEADS = tl.constexpr(int(Field.HEADS))
-_TOKENS = tl.constexpr(int(Field.TOKENS))
-_PLANES = tl.constexpr(int(Field.PLANES))
-_HEAD_STRIDE = tl.constexpr(int(Field.HEAD_STRIDE))
-_PACKED_ADDRESS = tl.constexpr(int(Field.PACKED_ADDRESS))
-_POINTERS_AT = tl.constexpr(int(Field.POINTERS_AT))
-_OFFSET_AT = tl.constexpr(int(Field.OFFSET_AT))
-_POOL_AT = tl.constexpr(int(Field.POOL_AT))
+_LINE_AT = tl.constexpr(int(Tile.LINE_AT))
+_BASE = tl.constexpr(int(Tile.BASE))
+_PACKED = tl.constexpr(int(Tile.PACKED))
+_OFFSET_AT = tl.constexpr(int(Tile.OFFSET_AT))
+_POOL_AT = tl.constexpr(int(Tile.POOL_AT))
+_HEAD = tl.constexpr(int(Tile.HEAD))
+_WORD = tl.constexpr(int(Tile.WORD))
+_WORDS = tl.constexpr(int(Tile.WORDS))
+_TILE_FIELDS = tl.constexpr(len(Tile))
+_GRAIN_BYTES = tl.constexpr(int(Line.GRAIN_BYTES))
+_ROW_BYTES = tl.constexpr(int(Line.ROW_BYTES))
+_ROW_WORDS = tl.constexpr(int(Line.ROW_WORDS))
+_ROW_CUT = tl.constexpr(int(Line.ROW_CUT))
+_ROW_FACTOR = tl.constexpr(int(Line.ROW_FACTOR))
+_HEADS = tl.constexpr(int(Line.HEADS))
+_HEAD_CUT = tl.constexpr(int(Line.HEAD_CUT))
+_HEAD_FACTOR = tl.constexpr(int(Line.HEAD_FACTOR))
+_HEAD_STRIDE = tl.constexpr(int(Line.HEAD_STRIDE))
+_PLANES = tl.constexpr(int(Line.PLANES))
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
 
+TILE_WORDS = 8192
+"""Of a tile in the tables: 128 KiB, so that they are small beside the bytes."""
+
+
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class Shape:
     """What a program works on at a time; to be tuned per GPU, without effect on the result.
 
     Attributes:
-        words: of a tile, a power of two up to 32,768. At 16 bytes a word, 2048 words are 32 KiB in flight per program.
-        warps: of a program, a power of two.
+        words: of a piece, of 16 bytes each; a power of two up to 32,768. More than a tile's are as many.
+        warps: of a program, a power of two up to 32.
+        registers: a thread has at most; None leaves it to the compiler. 32 let a multiprocessor hold all its 64 warps.
     """
 
-    words: int = 2048
-    warps: int = 16
+    words: int
+    warps: int
+    registers: int | None = None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.words <= 1 << 15 or self.words & (self.words - 1):
-            raise ConfigError("words", f"{self.words} is no power of two up to 32,768")
+        for field, value, most in (("words", self.words, 1 << 15), ("warps", self.warps, 32)):
+            if not 1 <= value <= most or value & (value - 1):
+                raise ConfigError(field, f"{value} is no power of two up to {most:,}")
 
 
-TILING = Tiling()
+# Measured on an H200. Few programs want as much in flight as registers hold (MIDDLE where planes are shorter than that).
+# Where each can have but one piece, small programs share the work out best, two words a thread. Odd chunks want one word a
+# thread, and programs that stay: more of them than _ODD_PROGRAMS are slower.
+WIDE = Shape(8192, 32)
+MIDDLE = Shape(2048, 32)
+NARROW = Shape(256, 4, 32)
+ODD = Shape(1024, 32, 32)
+_ODD_PROGRAMS = 1056
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """Tables on the device, as a launch on `stream` reads them; dropping it there and then is safe.
+    """Tables on the device, as launches on `stream` read them; dropping it there and then is safe.
 
     Attributes:
         table: int64 `[Tables.size]`.
+        tiles: of the launch.
+        plane_tiles: of them, those that begin a plane.
+        tile_words: of a tile.
+        pooled: see `tables`, as `odd`.
         stream: None is the device's current stream.
     """
 
     table: torch.Tensor
     tiles: int
-    tiling: Tiling
+    plane_tiles: int
+    tile_words: int
+    pooled: bool
+    odd: bool
     stream: torch.cuda.Stream | None
 
-    def start(self, *, scatter: bool, programs: int) -> None:
-        """Launch the kernel once: scatter, or gather. May be called again while the chunks' memory lasts."""
+    def shape(self, programs: int) -> Shape:
+        """The best of so many programs."""
+        if self.odd:
+            return ODD
+        if programs >= self.tiles * (self.tile_words // NARROW.words):
+            return NARROW
+        return WIDE if self.tiles >= 2 * max(programs, self.plane_tiles) else MIDDLE
+
+    def start(self, *, scatter: bool, programs: int, shape: Shape | None = None) -> None:
+        """Launch the kernel once: scatter, or gather. May be called again while the chunks' memory lasts.
+
+        Args:
+            scatter: from the packed form to the paged one.
+            programs: of the grid; no more than there are pieces are started.
+            shape: of a program, instead of the best.
+        """
+        shape = shape or self.shape(programs)
+        words = min(shape.words, self.tile_words)
+        programs = min(programs, self.tiles * (self.tile_words // words), *((_ODD_PROGRAMS,) if self.odd else ()))
+        constants = {"scatter": scatter, "pooled": self.pooled, "tile_words": self.tile_words, "words": words}
+        options = {"num_warps": shape.warps} | ({"maxnreg": shape.registers} if shape.registers else {})
+        kernel = _move_odd if self.odd else _move
         with _on(self.table.device, self.stream):
-            _move[(min(programs, self.tiles),)](
-                self.table, scatter=scatter, tile_words=self.tiling.words, num_warps=self.tiling.warps
-            )
+            kernel[(programs,)](self.table, **constants, **options)
 
 
 def upload(
@@ -101,12 +157,18 @@ def upload(
     *,
     device: torch.device | str,
     stream: torch.cuda.Stream | None = None,
-    tiling: Tiling = TILING,
+    tile_words: int | None = None,
 ) -> Upload | None:
     """Send the tables of a launch to the device, in one copy on `stream`; does not wait for it.
 
     Both their pinned and their device memory come from torch's caching allocators, which take each back once the stream
     has passed it. So from the second launch of a size on, nothing is allocated from the driver.
+
+    Args:
+        chunks: as for `gather`.
+        device: as for `gather`.
+        stream: as for `gather`.
+        tile_words: a power of two up to 32,768; None is `TILE_WORDS`.
 
     Returns:
         None if the chunks have no bytes.
@@ -120,13 +182,14 @@ def upload(
         raise ConfigError("device", f"{device}, but {why} when the kernel was imported")
     if stream is not None and device.index not in {None, stream.device.index}:
         raise ConfigError("stream", f"is of {stream.device}, not {device}")
-    tables = Tables(chunks, tiling.words)
+    tables = Tables(chunks, TILE_WORDS if tile_words is None else tile_words)
     if not tables.tiles:
         return None
     host = torch.empty(tables.size, dtype=torch.int64, pin_memory=not INTERPRETED)
     tables.write(host.numpy())
     with _on(device, stream):
-        return Upload(host.to(device, non_blocking=True), tables.tiles, tiling, stream)
+        table = host.to(device, non_blocking=True)
+    return Upload(table, tables.tiles, tables.planes, tables.tile_words, tables.pooled, tables.odd, stream)
 
 
 def launch(
@@ -140,7 +203,7 @@ def launch(
     """One upload and one launch for all chunks, or neither if they have no bytes. See `gather` and `scatter`."""
     if programs is not None and programs < 1:
         raise ConfigError("programs", f"{programs} is not positive")
-    uploaded = upload(chunks, device=device, stream=stream, tiling=TILING)
+    uploaded = upload(chunks, device=device, stream=stream)
     if uploaded is not None:
         uploaded.start(scatter=scatter, programs=PROGRAMS if programs is None else programs)
 
@@ -156,86 +219,162 @@ def _on(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None
 
 
 @_jit
-def _turns(start: tl.tensor, by: tl.tensor, size: tl.tensor, tile_words: tl.constexpr) -> tl.tensor:
-    """How often a wheel of `size` passes its end as it goes on from `start` by each int32 of `by`, all below tile_words.
-
-    A wheel longer than a tile passes once at most, so its front may be cut off; hence all lanes divide in 32 bits. They
-    divide by one divisor, so they multiply by 2**31 / divisor, rounded up, and keep the high half of twice the product:
-    exact, because dividend times divisor stays below 2**31.
-    """
-    cut = tl.maximum(size - tile_words, 0)
-    near = (tl.maximum(start - cut, 0).to(tl.int32) + by).to(tl.uint32)
-    divisor = (size - cut).to(tl.uint32)
-    return tl.umulhi(near * 2, (0x80000000 + divisor - 1) // divisor).to(tl.int32)
+def _quotient(near: tl.tensor, factor: tl.tensor) -> tl.tensor:
+    """Each int32 of `near` by the divisor whose factor this is."""
+    return tl.umulhi(near.to(tl.uint32) * 2, factor).to(tl.int32)
 
 
 @_jit
-def _copy(source: tl.tensor, target: tl.tensor, mask: tl.tensor, word: tl.constexpr) -> None:
-    """Copy words of type `word` between aligned int64 addresses `[tile_words]`."""
-    pointer = tl.pointer_type(word)
-    tl.store(target.to(pointer), tl.load(source.to(pointer), mask=mask), mask=mask)
+def _place(
+    table: tl.tensor, tile: tl.tensor, tiles_at: tl.tensor, lane: tl.tensor, pooled: tl.constexpr
+) -> tuple[tl.tensor, ...]:
+    """For each lane of a tile: the address of its row in the paged form, the number of its row counted from the tile's
+    first, its word in that row, and whether it has work at all. Then the places of the tile and of its chunk's line."""
+    record = table + tiles_at + tile.to(tl.int64) * _TILE_FIELDS
+    line = table + tl.load(record + _LINE_AT)
+    word = tl.load(record + _WORD).to(tl.int32)
+    head = tl.load(record + _HEAD).to(tl.int32)
+    heads = tl.load(line + _HEADS).to(tl.int32)
+    mask = lane < tl.load(record + _WORDS).to(tl.int32)
+
+    near = tl.maximum(word - tl.load(line + _ROW_CUT).to(tl.int32), 0) + lane
+    rows = _quotient(near, tl.load(line + _ROW_FACTOR).to(tl.uint32))
+    near = tl.maximum(head - tl.load(line + _HEAD_CUT).to(tl.int32), 0) + rows
+    tokens = _quotient(near, tl.load(line + _HEAD_FACTOR).to(tl.uint32))
+
+    row = tl.load(table + tl.load(record + _OFFSET_AT) + tokens, mask=mask, other=0)
+    row += (head + rows - tokens * heads).to(tl.int64) * tl.load(line + _HEAD_STRIDE)
+    base = tl.load(record + _BASE)
+    if pooled:
+        pools = table.to(tl.pointer_type(tl.int32)) + tl.load(record + _POOL_AT)
+        pool = tl.load(pools + tokens, mask=mask, other=0)
+        row += tl.load(table + base + pool * tl.load(line + _PLANES).to(tl.int32), mask=mask, other=0)
+    else:
+        row += base
+    word_in_row = word + lane - rows * tl.load(line + _ROW_WORDS).to(tl.int32)
+    return row, rows, word_in_row, mask, record, line
 
 
 @_jit
-def _copy_pairs(source: tl.tensor, target: tl.tensor, mask: tl.tensor) -> None:
-    """Copy words of 16 bytes between aligned int64 addresses `[tile_words]`."""
-    pointer = tl.pointer_type(tl.int64)
-    half = tl.arange(0, 2)[None, :]
-    read = tl.multiple_of(source.to(pointer)[:, None], [1, 16]) + half
-    write = tl.multiple_of(target.to(pointer)[:, None], [1, 16]) + half
-    tl.store(write, tl.load(read, mask=mask[:, None]), mask=mask[:, None])
+def _read(address: tl.tensor, mask: tl.tensor) -> tl.tensor:
+    """Words of 16 bytes as int64 `[tile_words, 2]`, from aligned int64 addresses `[tile_words]`."""
+    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64))[:, None], [1, 16]) + tl.arange(0, 2)[None, :]
+    return tl.load(pointer, mask=mask[:, None])
 
 
 @_jit
-def _move(table: tl.tensor, scatter: tl.constexpr, tile_words: tl.constexpr) -> None:
-    """Copy every tile of the launch: program p of n takes tiles p, p + n, ..."""
-    table32 = table.to(tl.pointer_type(tl.int32))
-    chunk_of = table32 + tl.load(table + 1)
-    lane = tl.arange(0, tile_words)
-    tiles = tl.load(table)
-    tile = tl.program_id(0)
-    while tile < tiles:  # range() over scalars of the interpreter fails with Triton 3.6 and NumPy 2.4
-        line = table + _HEADER + tl.load(chunk_of + tile).to(tl.int64) * _FIELDS
-        word_bytes = tl.load(line + _WORD_BYTES)
-        row_words = tl.load(line + _ROW_WORDS)
-        heads = tl.load(line + _HEADS).to(tl.int32)
-        tokens = tl.load(line + _TOKENS).to(tl.int32)
+def _write(address: tl.tensor, words: tl.tensor, mask: tl.tensor) -> None:
+    """The counterpart of `_read`."""
+    pointer = tl.multiple_of(address.to(tl.pointer_type(tl.int64))[:, None], [1, 16]) + tl.arange(0, 2)[None, :]
+    tl.store(pointer, words, mask=mask[:, None])
 
-        first = (tile - tl.load(line + _FIRST_TILE)) * tile_words
-        row = first // row_words
-        word = first - row * row_words
-        token = row // heads
-        head = (row - token * heads).to(tl.int32)
-        plane = token // tokens
-        token = (token - plane * tokens).to(tl.int32)
 
-        rows = _turns(word, lane, row_words, tile_words)
-        row_tokens = _turns(head, rows, heads, tile_words)
-        planes = _turns(token, row_tokens, tokens, tile_words)
-        at = token + row_tokens - planes * tokens
-
-        mask = lane < tl.minimum(tl.load(line + _WORDS) - first, tile_words).to(tl.int32)
-        pool = tl.load(table32 + tl.load(line + _POOL_AT) + at, mask=mask, other=0)
-        offset = tl.load(table + tl.load(line + _OFFSET_AT) + at, mask=mask, other=0)
-        pointer = pool * tl.load(line + _PLANES).to(tl.int32) + planes
-        base = tl.load(table + tl.load(line + _POINTERS_AT) + plane + pointer, mask=mask, other=0)
-
-        lane_bytes = lane * word_bytes.to(tl.int32)
-        paged = base + offset + (head + rows - row_tokens * heads) * tl.load(line + _HEAD_STRIDE)
-        paged += word * word_bytes + lane_bytes - rows * (row_words * word_bytes)
-        packed = tl.load(line + _PACKED_ADDRESS) + first * word_bytes + lane_bytes
-        source, target = (packed, paged) if scatter else (paged, packed)
-        if word_bytes == 16:
-            _copy_pairs(source, target, mask)
-        elif word_bytes == 8:
-            _copy(source, target, mask, tl.int64)
-        elif word_bytes == 4:
-            _copy(source, target, mask, tl.int32)
-        elif word_bytes == 2:
-            _copy(source, target, mask, tl.int16)
+@_jit
+def _move(
+    table: tl.tensor, scatter: tl.constexpr, pooled: tl.constexpr, tile_words: tl.constexpr, words: tl.constexpr
+) -> None:
+    """Copy every piece of a launch without odd chunks: program p of n takes pieces p, p + n, ..."""
+    pieces: tl.constexpr = tile_words // words
+    tiles_at = tl.load(table + 1)
+    end = tl.load(table) * pieces
+    piece = tl.program_id(0)
+    while piece < end:  # range() over scalars of the interpreter fails with Triton 3.6 and NumPy 2.4
+        lane = piece % pieces * words + tl.arange(0, words)
+        row, _, word, mask, record, _ = _place(table, piece // pieces, tiles_at, lane, pooled)
+        paged = row + word.to(tl.int64) * 16
+        packed = tl.load(record + _PACKED) + tl.load(record + _WORD) * 16 + lane.to(tl.int64) * 16
+        if scatter:
+            _write(paged, _read(packed, mask), mask)
         else:
-            _copy(source, target, mask, tl.int8)
-        tile += tl.num_programs(0)
+            _write(packed, _read(paged, mask), mask)
+        piece += tl.num_programs(0)
+
+
+@_jit
+def _edges(
+    target: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    low_half: tl.tensor,
+    high_half: tl.tensor,
+    unit: tl.constexpr,
+) -> None:
+    """Write bytes `[begin, end)` of the 16 at each `target`, in units of type `unit`."""
+    unit_bytes: tl.constexpr = unit.primitive_bitwidth // 8
+    pointer = target.to(tl.pointer_type(unit))
+    for number in tl.static_range(16 // unit_bytes):
+        half = low_half if number * unit_bytes < 8 else high_half
+        value = (half >> (number * unit_bytes % 8 * 8)).to(unit)
+        tl.store(pointer + number, value, mask=(begin <= number * unit_bytes) & (number * unit_bytes < end))
+
+
+@_jit
+def _shifted(
+    source: tl.tensor, target: tl.tensor, row_bytes: tl.tensor, word: tl.tensor, mask: tl.tensor, grain: tl.tensor
+) -> None:
+    """Copy words of rows between addresses of any alignment, int64 `[tile_words]`, by aligned accesses.
+
+    A word is aligned where it is written. Where it is read it lies across two aligned ones, which are shifted together:
+    so up to 15 bytes beside the row are read, within the aligned 16 bytes of a byte of it.
+    """
+    skew = (target & 15).to(tl.int32)
+    bytes_in_row = word.to(tl.int64) * 16 - skew
+    begin = tl.where(word == 0, skew, 0)
+    end = tl.minimum(row_bytes - bytes_in_row, 16).to(tl.int32)
+    end = tl.where(mask, end, 0)  # a lane without work, as a word that the row does not reach, has no byte
+    place = source + bytes_in_row
+    behind = 16 - (place & 15).to(tl.int32)  # bytes that the first aligned word has of this one
+    first = _read(place & -16, (begin < end) & (begin < behind))
+    second = _read((place & -16) + 16, (begin < end) & (behind < end))
+    first_low, first_high = tl.split(first.to(tl.uint64, bitcast=True))
+    second_low, second_high = tl.split(second.to(tl.uint64, bitcast=True))
+    far = behind <= 8
+    low = tl.where(far, first_high, first_low)
+    middle = tl.where(far, second_low, first_high)
+    high = tl.where(far, second_high, second_low)
+    shift = ((place & 7) * 8).to(tl.uint64)
+    low_half = (low >> shift) | (middle << 1 << (63 - shift))
+    high_half = (middle >> shift) | (high << 1 << (63 - shift))
+    at = target - skew + word.to(tl.int64) * 16
+    whole = (begin == 0) & (end == 16)
+    _write(at, tl.join(low_half, high_half).to(tl.int64, bitcast=True), whole)
+    begin = tl.where(whole, 16, begin)
+    if grain == 8:
+        _edges(at, begin, end, low_half, high_half, tl.uint64)
+    elif grain == 4:
+        _edges(at, begin, end, low_half, high_half, tl.uint32)
+    elif grain == 2:
+        _edges(at, begin, end, low_half, high_half, tl.uint16)
+    else:
+        _edges(at, begin, end, low_half, high_half, tl.uint8)
+
+
+@_jit
+def _move_odd(
+    table: tl.tensor, scatter: tl.constexpr, pooled: tl.constexpr, tile_words: tl.constexpr, words: tl.constexpr
+) -> None:
+    """As `_move`, for a launch with odd chunks."""
+    pieces: tl.constexpr = tile_words // words
+    tiles_at = tl.load(table + 1)
+    end = tl.load(table) * pieces
+    piece = tl.program_id(0)
+    while piece < end:
+        lane = piece % pieces * words + tl.arange(0, words)
+        paged, rows, word, mask, record, line = _place(table, piece // pieces, tiles_at, lane, pooled)
+        row_bytes = tl.load(line + _ROW_BYTES)
+        packed = tl.load(record + _PACKED) + rows.to(tl.int64) * row_bytes
+        grain = tl.load(line + _GRAIN_BYTES)
+        if grain == 16:
+            bytes_in_row = word.to(tl.int64) * 16
+            if scatter:
+                _write(paged + bytes_in_row, _read(packed + bytes_in_row, mask), mask)
+            else:
+                _write(packed + bytes_in_row, _read(paged + bytes_in_row, mask), mask)
+        elif scatter:
+            _shifted(packed, paged, row_bytes, word, mask, grain)
+        else:
+            _shifted(paged, packed, row_bytes, word, mask, grain)
+        piece += tl.num_programs(0)
 
 
 INTERPRETED = not isinstance(_move, triton.JITFunction)  # as decided by TRITON_INTERPRET at import

@@ -1,38 +1,29 @@
-"""Triton kernels on a GPU: bytes against the reference, then rates: `python -m rdma_kv.kernels.bench.gpu_check`.
+"""Triton kernels on a GPU against the reference, byte by byte: `python -m rdma_kv.kernels.bench.gpu_check`.
 
-Bytes: pools of the engines' layouts lie in one block of host memory that has a copy on the device. The reference works on
-the block, Triton on the copy, and the two are compared whole, so a byte written beside a row counts as wrong. Exit status 1
-says that a byte differed.
-
-Rates: bytes read plus bytes written per second, as a share of what `Tensor.copy_` reaches on as many bytes in the same
-process. The tables are uploaded once; what they cost a launch on the host is told apart.
+Pools of the engines' layouts lie in one block of host memory that has a copy on the device. The reference works on the
+block, Triton on the copy, and the two are compared whole, so a byte written beside a row counts as wrong. Exit status 1 says
+that a byte differed. `--small` is one layout with all its row lengths, for compute-sanitizer; rates are `rdma-kv bench gpu`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from rdma_kv.kernels import reference
-from rdma_kv.kernels.gather import gather
 from rdma_kv.kernels.launch import Chunk, Int64Array
-from rdma_kv.kernels.tiles import TILING, Tiling, upload
+from rdma_kv.kernels.tiles import MIDDLE, NARROW, WIDE, Shape, upload
 
 Bytes = npt.NDArray[np.uint8]
 
-PROGRAMS = (4, 16, 64, 132, 264, 528)
+PROGRAMS = (4, 132, 1 << 16)
 _GIB = 1 << 30
-_PAYLOAD_BYTES = _GIB // 2  # several times the L2
-_POOL_BYTES = _GIB
-_RUNS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +127,7 @@ def launches(block: Block) -> Iterator[tuple[str, list[Chunk]]]:
     yield "no chunk", []
 
 
-def wrong_bytes(chunks: Sequence[Chunk], block: Block, there: torch.Tensor, tiling: Tiling, programs: int) -> int:
+def wrong_bytes(chunks: Sequence[Chunk], block: Block, there: torch.Tensor, shape: Shape, programs: int) -> int:
     """Bytes of the block that differ after a gather, plus those after a scatter of other packed bytes."""
     delta = there.data_ptr() - block.here.ctypes.data
     moved = [
@@ -149,9 +140,9 @@ def wrong_bytes(chunks: Sequence[Chunk], block: Block, there: torch.Tensor, tili
                 begin = chunk.packed_address - block.here.ctypes.data
                 block.here[begin : begin + chunk.packed_bytes] ^= 0x5A
         there.copy_(torch.from_numpy(block.here))
-        uploaded = upload(moved, device=there.device, tiling=tiling)
+        uploaded = upload(moved, device=there.device)
         if uploaded is not None:
-            uploaded.start(scatter=scatter, programs=programs)
+            uploaded.start(scatter=scatter, programs=programs, shape=shape)
         (reference.scatter if scatter else reference.gather)(chunks)
         wrong += int(np.count_nonzero(there.cpu().numpy() != block.here))
     return wrong
@@ -184,142 +175,42 @@ def wrong_bytes_far_apart(device: torch.device) -> int:
     return wrong
 
 
-def check(device: torch.device, tilings: Sequence[Tiling], programs: Sequence[int]) -> bool:
+def check(device: torch.device, shapes: Sequence[Shape], programs: Sequence[int], *, small: bool = False) -> bool:
     """Print each launch and its number of wrong bytes; whether all were right."""
     block = Block(48 << 20, np.random.default_rng(11))
     there = torch.empty(block.here.size, dtype=torch.uint8, device=device)
     counts = []
     for name, chunks in launches(block):
-        for tiling in tilings:
-            counts.append(sum(wrong_bytes(chunks, block, there, tiling, each) for each in programs))
-            print(f"{name:20} {len(chunks):4} chunks  {tiling.words:6} x {tiling.warps:<3} wrong bytes: {counts[-1]}")
-    if device.type == "cuda":
+        for shape in shapes:
+            counts.append(sum(wrong_bytes(chunks, block, there, shape, each) for each in programs))
+            print(f"{name:20} {len(chunks):4} chunks  {shape.words:6} x {shape.warps:<3} wrong bytes: {counts[-1]}")
+        if small:
+            break
+    if device.type == "cuda" and not small:
         counts.append(wrong_bytes_far_apart(device))
         print(f"{'beyond 32 bits':20} {'':36}wrong bytes: {counts[-1]}")
     return not any(counts)
 
 
-# --- rates
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A pool of which the first `heads` of random pages are taken."""
-
-    name: str
-    layout: str
-    layers: int
-    page_size: int
-    pool_heads: int
-    row_bytes: int
-    heads: int = 1
-
-
-CASES = [
-    Case("64 B rows, page 1", "sglang", 32, 1, 1, 64),
-    Case("256 B rows, page 1", "sglang", 32, 1, 1, 256),
-    Case("512 B rows, page 1", "sglang", 32, 1, 1, 512),
-    Case("1 KiB rows, page 1", "sglang", 32, 1, 1, 1024),
-    Case("4 KiB rows, page 1", "sglang", 32, 1, 1, 4096),
-    Case("NHD 8 heads of 256 B, page 16", "nhd", 32, 16, 8, 256, heads=8),
-    Case("  2 heads of 8", "nhd", 32, 16, 8, 256, heads=2),
-    Case("HND 2 heads of 8, 256 B, page 16", "hnd", 32, 16, 8, 256, heads=2),
-    Case("  1 head of 8", "hnd", 32, 16, 8, 256),
-    Case("MLA 1152 B, page 64", "mla", 61, 64, 1, 1152),
-    Case("  page 1", "mla", 61, 1, 1, 1152),
-    Case("  578 B (words of 2 B), page 1", "mla", 61, 1, 1, 578),
-]
-
-
-def build(case: Case, pool: torch.Tensor, packed: torch.Tensor) -> Chunk:
-    """The case's chunk; takes half the pool, or fewer heads of more of it, and at most fills `packed`."""
-    layout, heads, row_bytes = case.layout, case.pool_heads, case.row_bytes
-    page_bytes = form(
-        layout, layers=case.layers, pages=1, page_size=case.page_size, heads=heads, row_bytes=row_bytes
-    ).size
-    pages = pool.numel() // page_bytes
-    kind = form(layout, layers=case.layers, pages=pages, page_size=case.page_size, heads=heads, row_bytes=row_bytes)
-    tokens = min(packed.numel() // (kind.planes.size * case.heads * row_bytes), pages * case.page_size * 7 // 8)
-    order = np.random.default_rng(1).permutation(pages)
-    slots = np.add.outer(order * case.page_size, np.arange(case.page_size)).reshape(-1)[:tokens]
-    return chunk_of(kind, packed.data_ptr(), [pool.data_ptr()], slots, np.zeros(tokens, np.int64), range(case.heads))
-
-
-def device_s(call: Callable[[], object]) -> float:
-    """Device time of one call, the best of several; the one before it hides what it costs the host."""
-    best = float("inf")
-    for _ in range(_RUNS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        call()
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        best = min(best, start.elapsed_time(end) / 1e3)
-    return best
-
-
-def rates(device: torch.device, tiling: Tiling, programs: Sequence[int]) -> None:
-    """Print the table: for each number of programs gather and scatter, in percent of the copy."""
-    pool = torch.ones(_POOL_BYTES, dtype=torch.uint8, device=device)
-    packed = torch.ones(_PAYLOAD_BYTES, dtype=torch.uint8, device=device)
-    ceiling = 2 * _PAYLOAD_BYTES / device_s(lambda: packed.copy_(pool[:_PAYLOAD_BYTES]))
-    print(f"\n{torch.cuda.get_device_name(device)}: copy {ceiling / 1e9:.0f} GB/s read + write")
-    print(f"tiles of {tiling.words} words, {tiling.warps} warps; gather / scatter, % of the copy, by programs")
-    print(f"{'':34}" + "".join(f"{each:>12}" for each in programs))
-    for case in CASES:
-        chunk = build(case, pool, packed)
-        uploaded = upload([chunk], device=device, tiling=tiling)
-        assert uploaded is not None
-        cells = []
-        for each in programs:
-            launches = [partial(uploaded.start, scatter=scatter, programs=each) for scatter in (False, True)]
-            times = [device_s(launch) for launch in launches]
-            cells.append("/".join(f"{200 * chunk.packed_bytes / took / ceiling:5.1f}" for took in times))
-        print(f"{case.name:34}" + "".join(f"{cell:>12}" for cell in cells))
-
-
-def host_cost(device: torch.device) -> None:
-    """Print what a call costs the calling thread, tables and launch, without waiting for the device."""
-    pool = torch.ones(64 << 20, dtype=torch.uint8, device=device)
-    packed = torch.ones(32 << 20, dtype=torch.uint8, device=device)
-    whole = build(CASES[5], pool, packed)
-    for chunks in (1, 32):
-        launch = partial(gather, [whole] * chunks, device=device)
-        launch()
-        best = float("inf")
-        for _ in range(20):
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            launch()
-            best = min(best, time.perf_counter() - start)
-        print(f"host time of a call of {chunks} chunks of {whole.tokens} tokens, 64 planes: {best * 1e6:.0f} us")
-
-
-def _tiling(text: str) -> Tiling:
+def _shape(text: str) -> Shape:
     words, warps = text.split("x")
-    return Tiling(int(words), int(warps))
+    return Shape(int(words), int(warps))
 
 
 def main() -> int:
-    """Check, then measure; the exit status."""
+    """The exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda", help="cpu: only the bytes, in Triton's interpreter")
-    parser.add_argument("--tiling", action="append", type=_tiling, help="words x warps, as 2048x16; may be repeated")
+    parser.add_argument("--device", default="cuda", help="cpu: in Triton's interpreter")
+    parser.add_argument(
+        "--shape", action="append", type=_shape, help="words x warps of a program, as 2048x16; may be repeated"
+    )
     parser.add_argument("--programs", type=int, nargs="+", default=PROGRAMS)
-    parser.add_argument("--bytes-only", action="store_true")
+    parser.add_argument("--small", action="store_true", help="one layout, far fewer bytes")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
-    tilings = arguments.tiling or [TILING]
-    if not check(device, tilings, arguments.programs):
-        print("WRONG BYTES")
-        return 1
-    print("all bytes right")
-    if device.type == "cuda" and not arguments.bytes_only:
-        for tiling in tilings:
-            rates(device, tiling, arguments.programs)
-        host_cost(device)
-    return 0
+    right = check(device, arguments.shape or [WIDE, MIDDLE, NARROW], arguments.programs, small=arguments.small)
+    print("all bytes right" if right else "WRONG BYTES")
+    return 0 if right else 1
 
 
 if __name__ == "__main__":

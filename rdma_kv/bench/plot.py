@@ -34,7 +34,7 @@ def write_plot(path: Path, panels: Mapping[str, Mapping[str, Line]]) -> None:
     """Write the chart.
 
     Args:
-        panels: by title, the lines by name.
+        panels: by title, the lines by name. A title that names GB/s says itself what they are over.
 
     Raises:
         ConfigError: see `check_plot`.
@@ -75,7 +75,7 @@ def _panel(
     y_range: tuple[int, int],
 ) -> str:
     bottom = _TOP + _PLOT_HEIGHT
-    parts = [_text(_LEFT, 20, f"{title}: GB/s over bytes", weight="bold")]
+    parts = [_text(_LEFT, 20, title if "GB/s" in title else f"{title}: GB/s over bytes", weight="bold")]
     for decade in range(x_range[0], x_range[1] + 1):
         x = _LEFT + _at(10.0**decade, x_range, _PLOT_WIDTH)
         parts += [_rule(x, _TOP, x, bottom), _text(x, bottom + 16, f"1e{decade}", anchor="middle")]

@@ -38,21 +38,28 @@ class CudaMemory:
         return self._placed[address].cpu().numpy()
 
 
-def launch(chunks: Sequence[Chunk], *, scatter: bool, words: int | None = None, programs: int | None = None) -> None:
-    """The public functions, but for tiles of `words`."""
+def launch(
+    chunks: Sequence[Chunk],
+    *,
+    scatter: bool,
+    words: int | None = None,
+    tile_words: int | None = None,
+    programs: int | None = None,
+) -> None:
+    """The public functions, but for pieces of `words`, of tiles of `tile_words` or of the same."""
     if MISSING:
         pytest.skip(f"not installed: {' and '.join(MISSING)}")
     if words is None:
         function = triton_scatter if scatter else triton_gather
         function(chunks, device=DEVICE, programs=programs)
     else:
-        uploaded = tiles.upload(chunks, device=DEVICE, stream=None, tiling=tiles.Tiling(words=words, warps=4))
+        uploaded = tiles.upload(chunks, device=DEVICE, tile_words=tile_words or words)
         if uploaded is not None:
-            uploaded.start(scatter=scatter, programs=programs or tiles.PROGRAMS)
+            uploaded.start(scatter=scatter, programs=programs or tiles.PROGRAMS, shape=tiles.Shape(words, 4))
 
 
 def triton_kernels(**grid: int) -> Kernels:
-    """Triton with that number of `words` in a tile and of `programs`."""
+    """Triton with that number of `words` in a piece, `tile_words` and `programs`."""
     return Kernels(
         "triton",
         lambda chunks: launch(chunks, scatter=False, **grid),
@@ -76,7 +83,9 @@ if not MISSING:
         from rdma_kv.kernels.gather import gather as triton_gather
         from rdma_kv.kernels.scatter import scatter as triton_scatter
     if DEVICE == "cpu":
-        tiles.TILING = tiles.Tiling(words=1 << 15)  # the interpreter takes about as long for a tile of any size
+        # the interpreter takes about as long for a tile of any size
+        tiles.TILE_WORDS = 1 << 15
+        tiles.WIDE = tiles.MIDDLE = tiles.NARROW = tiles.ODD = tiles.Shape(words=1 << 15, warps=16)
 
 REFERENCE = Kernels("reference", reference.gather, reference.scatter)
 TRITON = triton_kernels()

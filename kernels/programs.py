@@ -1,0 +1,41 @@
+"""How many programs a launch should have: as few as outrun the lane, so that the engine keeps its multiprocessors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from rdma_kv.errors import ConfigError
+
+MARGIN = 1.2
+"""By how much the kernel must outrun the lane, so that it is never what a transfer waits for."""
+
+H200: Mapping[int, float] = MappingProxyType(
+    {4: 150.0, 8: 295.0, 12: 440.0, 16: 580.0, 20: 720.0, 24: 860.0, 32: 1150.0, 48: 1690.0, 132: 1860.0}
+)
+"""Payload in GB/s by number of programs, of gather and scatter whichever is slower, rows of 1 KiB; rounded down from what
+`rdma-kv bench gpu` measured on an H200."""
+
+
+def fewest_programs(lane_gb_s: float, curve: Mapping[int, float] = H200, margin: float = MARGIN) -> int:
+    """The fewest programs of the curve that carry `margin` times what the lane does; where none do, the fastest.
+
+    Args:
+        lane_gb_s: payload that the lane takes, in GB/s (1e9 bytes).
+        curve: payload in GB/s by number of programs.
+        margin: at least 1.
+
+    Raises:
+        ConfigError: an argument that no lane or curve can have.
+    """
+    if not curve:
+        raise ConfigError("curve", "is empty; measure one with `rdma-kv bench gpu`")
+    if not (lane_gb_s > 0 and lane_gb_s != float("inf")):
+        raise ConfigError("lane_gb_s", f"{lane_gb_s} is no rate")
+    if not margin >= 1:
+        raise ConfigError("margin", f"{margin} is below 1, so the kernel would be slower than the lane")
+    enough = [programs for programs, gb_s in curve.items() if gb_s >= margin * lane_gb_s]
+    if enough:
+        return min(enough)
+    fastest = max(curve.values())
+    return min(programs for programs, gb_s in curve.items() if gb_s == fastest)
