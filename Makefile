@@ -4,13 +4,15 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo demo-all test check unit clean
+.PHONY: help install demo demo-all test faults check unit gpu clean
 
 help:
 	@echo "make demo     install, then move a real model's KV cache from prefill to decode processes"
 	@echo "make demo-all every shape of the demo, with a process per replica and with a process per rank"
 	@echo "make test     install, then run all tests"
+	@echo "make faults   the whole fault matrix, poison runs, fuzz, restarts and soak: about 20 minutes"
 	@echo "make check    ruff, mypy, import contract, unit tests"
+	@echo "make gpu      kernel and GPU tests, on a machine with CUDA, torch and triton (GPU_PYTHON=python3)"
 	@echo "make install  only the virtual environment .venv"
 	@echo "make clean    remove .venv and caches"
 
@@ -33,12 +35,32 @@ demo-all: install
 test: install
 	$(BIN)/python -m pytest
 
+# One line of JSON per cell and run goes to build/faults.jsonl. FAULTS="--seed 7 lanes" runs a part, or with another seed.
+FAULTS ?=
+
+faults: install
+	@mkdir -p build
+	$(BIN)/python -m tests.faults --report build/faults.jsonl $(FAULTS)
+
 check: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit
+
+# No install: a machine with a GPU brings its own torch, and the kernels need nothing but that, triton and NumPy.
+GPU_PYTHON ?= python3
+SANITIZER := $(shell command -v compute-sanitizer 2>/dev/null)
+
+gpu:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || { echo "make gpu needs a CUDA device, and a torch that finds it"; exit 1; }
+	$(GPU_PYTHON) -m rdma_kv.kernels.bench.gpu_check
+	$(GPU_PYTHON) -m pytest -q tests/kernels tests/gpu
+ifneq ($(SANITIZER),)
+	PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool memcheck --error-exitcode 1 $(GPU_PYTHON) -m rdma_kv.kernels.bench.gpu_check --small --programs 7
+	$(SANITIZER) --tool racecheck --error-exitcode 1 $(GPU_PYTHON) -m rdma_kv.kernels.bench.gpu_check --small --programs 7
+endif
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -49,6 +49,11 @@ class Connection:
     def open(self) -> bool:
         return not self._writer.is_closing()
 
+    @property
+    def ended(self) -> bool:
+        """Whether the peer has ended its side, and nothing that it said is left to read."""
+        return self._reader.at_eof() and not self._received
+
     def send(self, message: ControlMessage) -> None:
         """Queue a message; never waits.
 

@@ -43,6 +43,7 @@ from rdma_kv.types import AgentId, Role
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.02
+_TURNS_TO_END = 3  # of the loop, until the end of a stream that has ended already is seen
 _ATTEMPT_S = 1.0  # for a connection to open: the kernel would try again in growing pauses, we begin anew
 _SECOND_TURN_S = 0.25  # before the larger identity looks for a lost peer: the smaller one has begun by then
 _ANSWER_S = 0.75  # for a sign of life over a link that another connection would replace
@@ -432,6 +433,8 @@ class Links:
             if link.error is not None:
                 logger.info("refused a connection: %s", link.error)
                 return
+            if await self._ended_meanwhile(connection):
+                return
             refusal = await self._make_room(link) or self._double_dial(link) or self._adopt(link, connection)
             if refusal is not None:
                 connection.send(link.refuse(refusal))
@@ -442,6 +445,17 @@ class Links:
         finally:
             if not adopted:
                 await self._end(connection)
+
+    async def _ended_meanwhile(self, connection: Connection) -> bool:
+        """Whether the dialer has given this connection up: a process that was stopped finds many such in its backlog.
+
+        Taken for live links, they would end what is begun on them.
+        """
+        for _ in range(_TURNS_TO_END):
+            if connection.ended:
+                return True
+            await asyncio.sleep(0)
+        return connection.ended
 
     async def _make_room(self, link: Link) -> RdmaKvError | None:
         """Give up a link whose agent dials anew, unless it still lives. Returns why the new one cannot be."""

@@ -1,4 +1,4 @@
-"""`rdma-kv bench`: what the planner, an agent, a transport, a whole transfer and a small one cost.
+"""`rdma-kv bench`: what the planner, an agent, a transport, a whole transfer, a small one and the GPU kernels cost.
 
 Every subcommand prints rows of a value and, where there is one, its goal, which no option changes. The exit status is 0
 only if every goal is met.
@@ -120,6 +120,29 @@ def checksum(*, repetitions: _Repetitions = 7, as_json: _AsJson = False) -> int:
     options = ChecksumOptions(repetitions)
     with _meter() as meter:
         rows = measure_checksum(options, meter)
+    return _show(rows, as_json=as_json)
+
+
+@bench.command("gpu")
+def gpu(
+    *,
+    repetitions: _Repetitions = 15,
+    quick: Annotated[bool, typer.Option("--quick", help="At most 5 rounds, and fewer numbers of programs.")] = False,
+    commit: Annotated[str, typer.Option(help="Named in the output.", envvar="RDMA_KV_COMMIT")] = "",
+    plot: Annotated[Path | None, typer.Option(help="Also draw GB/s over row size and programs there (.svg).")] = None,
+    as_json: _AsJson = False,
+) -> int:
+    """Gather and scatter kernels on a CUDA device beside a copy; row sizes, layouts, numbers of programs."""
+    from rdma_kv.bench.gpu import GpuOptions, measure_gpu
+    from rdma_kv.bench.plot import check_plot, write_plot
+
+    if plot is not None:
+        check_plot(plot)
+    options = GpuOptions(repetitions, quick, commit)
+    with _meter() as meter:
+        rows, panels = measure_gpu(options, meter)
+    if plot is not None and panels:
+        write_plot(plot, panels)
     return _show(rows, as_json=as_json)
 
 

@@ -19,6 +19,7 @@ from rdma_kv.cli.bench import bench
 from rdma_kv.cli.demo import demo
 from rdma_kv.cli.output import print_error
 from rdma_kv.cli.plan import plan
+from rdma_kv.cli.soak import soak
 from rdma_kv.errors import ConfigError, RdmaKvError
 
 BAD_INPUT = 2
@@ -35,6 +36,7 @@ def root() -> None:
 
 app.command("demo")(demo)
 app.command("plan")(plan)
+app.command("soak")(soak)
 app.add_typer(bench)
 
 # The base of all that typer itself refuses; which package it lies in depends on typer's version.
