@@ -308,11 +308,23 @@ def test_every_key_of_the_demos_object_is_explained():
 # --- the rest ----------------------------------------------------------------------------------------------------------
 
 
+def script(name: str):
+    """A program of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_state_diagrams_are_up_to_date():
-    spec = importlib.util.spec_from_file_location("render_states", ROOT / "docs/render_states.py")
-    render = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(render)
-    assert read("docs/states.md") == render.render_states(), "run: .venv/bin/python docs/render_states.py"
+    drawn = script("render_states").render_states()
+    assert read("docs/states.md") == drawn, "run: .venv/bin/python docs/render_states.py"
+
+
+def test_tables_of_figures_are_up_to_date():
+    render = script("render_performance")
+    between = read("docs/performance.md").partition(render.BEGIN)[2].partition(render.END)[0]
+    assert between.strip() == render.rendered().strip(), "run: .venv/bin/python docs/render_performance.py"
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
