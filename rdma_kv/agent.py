@@ -112,12 +112,16 @@ class Agent:
         shell.closed = True
         for session in list(shell.sessions):
             session.fail(ClosedError("the agent is closing"))
-        await shell.mover.close()
-        await shell.tasks.drain(_TELL_S)
-        await shell.tasks.close()
-        shell.rendezvous.close()
-        await shell.links.close()
-        shell.packer.close()
+        try:  # a data plane that cannot be closed, or a caller that waits no longer, must not leave links up
+            await shell.mover.close()
+        finally:
+            try:
+                await shell.tasks.drain(_TELL_S)
+                await shell.tasks.close()
+                shell.rendezvous.close()
+            finally:
+                await shell.links.close()
+                shell.packer.close()
 
     async def __aenter__(self) -> Self:
         try:

@@ -69,13 +69,17 @@ class DataLinks:
         """Connect to what the peer told; again where that failed."""
         if peer.regions is not None and not self.closed:
             peer.unwritable = None
-            peer.writable = self._tasks.spawn(self._connect(peer, peer.regions.metadata), f"connect {peer.name}")
+            if peer.writable is None or peer.writable.done():  # else it takes the latest
+                peer.writable = self._tasks.spawn(self._connect(peer), f"connect {peer.name}")
 
-    async def _connect(self, peer: Peer, metadata: bytes) -> None:
-        """Make the peer's slots writable. A failure is kept for the WRITEs that await it."""
+    async def _connect(self, peer: Peer) -> None:
+        """Make the peer's slots writable, as it told last. A failure is kept for the WRITEs that await it."""
+        connected: Regions | None = None
         try:
-            peer.endpoint, _ = await self._endpoint(peer)
-            await peer.endpoint.connect(metadata)
+            while peer.regions is not None and peer.regions is not connected:
+                connected = peer.regions
+                peer.endpoint, _ = await self._endpoint(peer)
+                await peer.endpoint.connect(connected.metadata)
         except RdmaKvError as exc:
             peer.unwritable = exc
 

@@ -69,6 +69,13 @@ class Growth:
 
     async def _grow(self, count: int) -> None:
         try:
+            await self._add(count)
+        except BaseException:  # a bug, or the end of the agent: nobody must wait for these slots
+            self._growing, self._exhausted = False, True
+            raise
+
+    async def _add(self, count: int) -> None:
+        try:
             segment = self._staging.make(count)
         except OSError as exc:
             self._end(exc)

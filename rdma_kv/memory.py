@@ -17,6 +17,7 @@ from rdma_kv.errors import ConfigError
 PAGE_BYTES: Final = mmap.PAGESIZE
 
 _PROT_NONE: Final = 0
+_MADV_WIPEONFORK: Final = 18  # Linux 4.14; the mmap module does not name it
 _MAP_PRIVATE, _MAP_FIXED, _MAP_ANONYMOUS, _MAP_NORESERVE = 0x2, 0x10, 0x20, 0x4000  # Linux, on x86-64 and aarch64
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
@@ -27,8 +28,9 @@ ByteArray = npt.NDArray[np.uint8]
 class HostMemory:
     """Page-aligned anonymous memory, owned by this object, in huge pages where the system has them.
 
-    It is not there in a child process that is forked, unless it is shared: a child's copy-on-write would move pages of
-    ours away from under a transport.
+    A child process that is forked finds zeros there, unless it is shared: a child's copy-on-write would move pages of
+    ours away from under a transport. (Were it not mapped in the child, memory of the child's could come to lie there, and be
+    unmapped with this object.)
 
     Args:
         shared: with children that are forked later, who see what is written here.
@@ -42,7 +44,7 @@ class HostMemory:
         kind = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
         self._map = mmap.mmap(-1, length_bytes, flags=kind | mmap.MAP_ANONYMOUS)
         if not shared:
-            self._map.madvise(mmap.MADV_DONTFORK)
+            self._map.madvise(_MADV_WIPEONFORK)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
         self.view: ByteArray = np.frombuffer(self._map, dtype=np.uint8)

@@ -1,8 +1,8 @@
 """The half of an agent that lives in the engine's process: its pools, and the kernels on them.
 
 The packer never sees a peer, a transport or the protocol. It fills a staging slot with a box (gather) or empties one
-(scatter); the addresses come from the planner's arithmetic over the registered layouts. All boxes that are ready when a
-launch begins go into that one launch, whatever transfer or replica they belong to. Kernels run on one worker thread, never
+(scatter); the addresses come from the planner's arithmetic over the registered layouts. Boxes that are ready when a launch
+begins share it, up to 2 MiB, whatever transfer or replica they belong to. Kernels run on one worker thread, never
 on the event loop. So do checksums of slots: behind the gather, while the slot is in the cache, and before the scatter.
 """
 

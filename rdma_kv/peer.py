@@ -43,6 +43,7 @@ from rdma_kv.types import AgentId, Role
 logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 0.02
+_INCARNATIONS = 16  # of one agent, whose numbers are kept
 _TURNS_TO_END = 3  # of the loop, until the end of a stream that has ended already is seen
 _ATTEMPT_S = 1.0  # for a connection to open: the kernel would try again in growing pauses, we begin anew
 _SECOND_TURN_S = 0.25  # before the larger identity looks for a lost peer: the smaller one has begun by then
@@ -248,7 +249,7 @@ class Links:
         self._tasks = Tasks()
         self._peers: dict[AgentId, Peer] = {}
         self._dials: dict[AgentId, _Dial] = {}
-        self._numbers: dict[AgentId, tuple[bytes, Numbers]] = {}  # by incarnation
+        self._numbers: dict[AgentId, dict[bytes, Numbers]] = {}  # by incarnation, the latest ones last
         self._connections: set[Connection] = set()  # all that are open, greeted or not
         self._own: AgentId | None = None  # known at the first handshake
         self._deaths = DeathWatch(self._died)
@@ -367,11 +368,12 @@ class Links:
                     dial.result.set_exception(exc)
                     dial.result.exception()  # retrieved here: the waiters may all be gone
                 return
-            except (OSError, TimeoutError, PeerLostError) as exc:
+            except (OSError, UnicodeError, TimeoutError, PeerLostError) as exc:  # UnicodeError: a name that is none
                 logger.debug("dial %s: %s; again within %.2f s", record.id, exc, pause)
                 hurried = await _pause(dial, began + pause - loop.time())
                 pause = _FIRST_RETRY_S if hurried else min(2 * pause, self._timeouts.retry)
             except Exception as exc:
+                self._end_dial(record.id, dial)
                 if not dial.result.done():  # a bug of ours must not leave the waiters waiting
                     dial.result.set_exception(exc)
                     dial.result.exception()
@@ -543,7 +545,7 @@ class Links:
         self._own = link.own.id
         self.handshakes += 1
         connection.name = str(remote.id)
-        again = self._numbers.get(remote.id, (b"",))[0] == remote.incarnation
+        again = remote.incarnation in self._numbers.get(remote.id, {})
         peer = Peer(remote, connection, self._numbers_of(remote), link.transport, close=self._close_peer)
         self._peers[remote.id] = peer
         life = link.liveness(now, now if hello_at is None else hello_at)
@@ -564,11 +566,12 @@ class Links:
         self._tasks.spawn(self._end(peer.connection), f"close {peer.name}")
 
     def _numbers_of(self, remote: Identity) -> Numbers:
-        """Those of this incarnation; a restarted peer begins anew, and its old ones are forgotten."""
-        incarnation, numbers = self._numbers.get(remote.id, (b"", Numbers()))
-        if incarnation != remote.incarnation:
-            numbers = Numbers()
-        self._numbers[remote.id] = remote.incarnation, numbers
+        """Those of this incarnation, which may come back after another of its agent was here; of a few are kept."""
+        known = self._numbers.setdefault(remote.id, {})
+        numbers = known.pop(remote.incarnation, None) or Numbers()
+        known[remote.incarnation] = numbers
+        while len(known) > _INCARNATIONS:
+            del known[next(iter(known))]
         return numbers
 
     def _check_registered(self, remote: Identity) -> None:

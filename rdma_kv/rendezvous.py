@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from rdma_kv.config import Limits, Timeouts
 from rdma_kv.errors import LocalProtocolError, RdmaKvError, RemoteProtocolError, TransferAborted
-from rdma_kv.messages import Abort, Expect, Offer, Reject, TransferName, text_field
+from rdma_kv.messages import MAX_TEXT, Abort, Expect, Offer, Reject, TransferName, text_field
 from rdma_kv.peer import Peer
 from rdma_kv.protocol.failures import Failures, Place, Told
 from rdma_kv.types import AgentId, ReplicaId, Role
@@ -25,6 +25,8 @@ _GRACE_S = 1.0
 Check = Callable[[Peer, Offer | Expect], RdmaKvError | None]
 AbortHandler = Callable[[Place, ReplicaId | None, TransferAborted], bool]
 """Fails the calls at a place that are with that counterpart; None for those that left it open. False: there is none."""
+
+_KEPT_TEXT = 200  # characters of what is remembered of an ABORT
 
 
 @dataclass(eq=False)
@@ -212,7 +214,8 @@ class Rendezvous:
                 message = unmatched.message
                 if unmatched.peer is peer and isinstance(message, Offer) and message.transfer == abort.transfer:
                     self._drop(self._offers, place, unmatched)
-                    self._failures.hear(place, Told(_sender(unmatched), peer.id, _abort_error(peer, abort)), _now())
+                    told = Told(_sender(unmatched), peer.id, _abort_error(peer, abort, _KEPT_TEXT))
+                    self._failures.hear(place, told, _now())
 
     def on_expect(self, peer: Peer, message: Expect) -> None:
         """A decode agent waits for a key."""
@@ -250,7 +253,7 @@ class Rendezvous:
         if other is not None:
             self._forget(place, other, error, peer.id)
         if not self._fail_session(place, other, error):
-            self._failures.hear(place, Told(other, peer.id, error), _now())
+            self._failures.hear(place, Told(other, peer.id, _abort_error(peer, message, _KEPT_TEXT)), _now())
 
     def on_lost(self, peer: Peer) -> None:
         """Nothing of a lost peer waits."""
@@ -350,10 +353,10 @@ def _refuse_message(peer: Peer, message: Offer | Expect, error: RdmaKvError) -> 
     peer.send(_reject(message, error))
 
 
-def _abort_error(peer: Peer, message: Abort) -> TransferAborted:
-    """An ABORT by name as the error of the call that it ends."""
-    culprit = message.culprit or str(peer.id)
-    return TransferAborted(message.key, "aborted", message.message, cause=message.code, culprit=culprit)
+def _abort_error(peer: Peer, message: Abort, most: int = MAX_TEXT) -> TransferAborted:
+    """An ABORT by name as the error of the call that it ends, with texts of at most `most` characters."""
+    culprit = (message.culprit or str(peer.id))[:most]
+    return TransferAborted(message.key, "aborted", message.message[:most], cause=message.code, culprit=culprit)
 
 
 def _reject(message: Offer | Expect, error: RdmaKvError) -> Reject:

@@ -39,6 +39,7 @@ class Turns:
         self._unanswered: dict[Entry, None] = {}  # whose peer waits for the first GRANT
         self._suspects: set[Peer] = set()
         self._handing_out = False
+        self._telling = False
 
     # --- suspects ------------------------------------------------------------------------------------------------------
 
@@ -99,9 +100,14 @@ class Turns:
                 self._perform(entry, entry.machine.grant(slots))
         finally:
             self._handing_out = False
-        if self._pool.usable < self._pool.working:  # else nothing is unproven
+        if self._telling or self._pool.usable >= self._pool.working:  # it is being told, or nothing is unproven
+            return
+        self._telling = True  # who is told fails transfers, and each of them comes back here
+        try:
             for name in [name for name, entries in self._wanting.items() if entries and self._is_scarce(name)]:
                 self._on_scarce(name)
+        finally:
+            self._telling = False
 
     def _is_scarce(self, name: str) -> bool:
         return self._pool.usable < 2 or self._pool.is_blocked(name)

@@ -19,10 +19,10 @@ from rdma_kv.messages import Expect, Offer
 from rdma_kv.protocol.recent import Recent
 from rdma_kv.types import AgentId, ReplicaId
 
-_REMEMBERED = 4096
-"""Names that are remembered, each kind for itself: at most some MB, with the longest keys."""
+_REMEMBERED = 1024
+"""Names that are remembered, each kind for itself: some ten MB at most, with the longest keys and cut texts."""
 
-_COUNTERPARTS = 8
+_COUNTERPARTS = 4
 """Of one name, whose ABORTs are remembered: a call that asks more replicas fails by any of these."""
 
 

@@ -109,6 +109,11 @@ class UcxEndpoint:
     def closed(self) -> bool:
         return self._closing is not None
 
+    @property
+    def ended(self) -> bool:
+        """Closed, and nothing of it is left in UCX."""
+        return self.closed and (self._link is None or self._link.ended)
+
     async def metadata(self) -> bytes:
         """What the peer passes to its `connect`. Makes the worker at the first call, on the loop: 1 to 5 ms.
 
@@ -240,14 +245,17 @@ class UcxEndpoint:
         self._core.dropped_messages += 1
 
     async def _end(self, status: str) -> None:
-        if self._closing is None:
+        before = self._closing
+        failed = before is not None and before.done() and (before.cancelled() or before.exception() is not None)
+        if before is None or failed:  # once more: UCX may have let go since
             self._inbox.close()
             self._closing = self._loop.create_task(self._close(status))
+        assert self._closing is not None
         await asyncio.shield(self._closing)
 
     async def _close(self, status: str) -> None:
         link = self._link
-        if link is None:
+        if link is None or link.ended:
             return
         link.begin_end(status)
         try:
@@ -387,14 +395,21 @@ class UcxTransport:
         core = self._opened()
         endpoint = self._endpoints.get(peer)
         if endpoint is None or endpoint.closed:
+            self._endpoints = {name: each for name, each in self._endpoints.items() if not each.ended}
             endpoint = self._endpoints[peer] = UcxEndpoint(core, peer)
         return endpoint
 
     async def _close(self) -> None:
         if self._core is None:
             return
-        await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints.values()))
-        await self._core.close()
+        core, endpoints = self._core, self._endpoints.values()
+        outcomes = await asyncio.gather(*(endpoint.close() for endpoint in endpoints), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        if not all(link.ended for link in core.links):  # also of endpoints that were replaced
+            raise FenceUnsupported(BACKEND, "not-ended", f"UCX still holds operations of a former link; {_NEEDED}")
+        await core.close()
 
     def _opened(self) -> Core:
         if self._core is None:

@@ -98,7 +98,7 @@ class Core:
             link = UcxLink(ucx, context, memory, names, hooks)
         else:
             link = CudaLink(ucx, context, memory, names, hooks, current=self.current)
-        self.links.append(link)
+        self.links = [*(each for each in self.links if not each.ended), link]
         self.driver.add(link)
         return link
 

@@ -334,3 +334,21 @@ async def test_the_same_key_again_is_refused_without_harm_to_the_first(tmp_path)
         for memory in c.decode.memory_of(0):
             memory.check(1, PAGES, 0, TOKENS)
         c.check_nothing_leaked()
+
+
+async def test_a_data_plane_that_cannot_be_closed_leaves_no_link_up(tmp_path):
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        agent, (host, port) = c.prefill.agents[0], c.prefill.agents[0].address
+        planes = agent._shell.mover._planes
+        honest = planes.close
+
+        async def stuck() -> None:
+            await honest()
+            raise TransportError("loopback", "stuck", "operations are held")
+
+        planes.close = stuck
+        with pytest.raises(TransportError):
+            await agent.close()
+        assert agent.stats()["links"] == 0
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(host, port)

@@ -8,7 +8,7 @@ import random
 import sys
 
 import pytest
-from links_rig import LIMIT_S, QUICK, Node, Rig, Wire, rig, until
+from links_rig import LIMIT_S, QUICK, Node, Rig, Wire, identity, rig, until
 
 from rdma_kv.config import Timeouts
 from rdma_kv.deaths import started_ticks
@@ -445,3 +445,31 @@ class Shifted:
 
     def __getattr__(self, name: str):
         return getattr(self._loop, name)
+
+
+async def test_numbers_go_on_when_an_incarnation_comes_back_after_another():
+    """Else its OFFERs would be taken for replays."""
+    async with rig() as r:
+        prefill, decode, _ = await two(r, NEVER)
+        first = prefill.peer.numbers
+        first.given = 5
+        assert prefill.links._numbers_of(identity(Role.DECODE)) is not first
+        assert prefill.links._numbers_of(decode.identity) is first
+        for _ in range(100):
+            prefill.links._numbers_of(identity(Role.DECODE))
+        assert len(prefill.links._numbers[decode.identity.id]) <= 16
+
+
+async def test_a_dial_that_fails_as_it_never_should_does_not_poison_the_next(monkeypatch):
+    async with rig() as r:
+        prefill, decode = await r.node(Role.PREFILL, timeouts=NEVER), await r.node(Role.DECODE, timeouts=NEVER)
+        r.publish(prefill)
+        with monkeypatch.context() as patched:
+            patched.setattr(decode.links, "_dial_once", broken)
+            with pytest.raises(RuntimeError, match="a bug"):
+                await dial(r, decode)
+        await dial(r, decode)
+
+
+async def broken(*_) -> None:
+    raise RuntimeError("a bug")

@@ -180,7 +180,7 @@ async def test_a_killed_target_is_noticed(tls, busy):
         began = time.perf_counter()
         await right.process.wait()
         if busy:
-            assert await left.call("outcome") not in {"done", NOT_POSTED}
+            assert await left.call("outcome") != "done"  # where the death is seen first, nothing was posted
             print(f"{tls}: noticed after {(time.perf_counter() - began) * 1e3:.0f} ms")
             assert time.perf_counter() - began < 1.0
         await left.call("begin", pairs=[[0, address, 1]], notification="third")
