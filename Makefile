@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo demo-all test faults check unit gpu clean
+.PHONY: help install demo demo-all test test-long faults check unit gpu clean
 
 help:
 	@echo "make demo     install, then move a real model's KV cache from prefill to decode processes"
 	@echo "make demo-all every shape of the demo, with a process per replica and with a process per rank"
-	@echo "make test     install, then run all tests"
+	@echo "make test     install, then run the tests: less than ten minutes"
+	@echo "make test-long the tests that take long: benches, stopped processes, all shapes of the demo"
 	@echo "make faults   the whole fault matrix, poison runs, fuzz, restarts and soak: about 20 minutes"
 	@echo "make check    ruff, mypy, import contract, unit tests"
 	@echo "make gpu      kernel and GPU tests, on a machine with CUDA, torch and triton (GPU_PYTHON=python3)"
@@ -33,7 +34,10 @@ demo-all: install
 	$(BIN)/rdma-kv demo --all --processes rank
 
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not long"
+
+test-long: install
+	$(BIN)/python -m pytest -m long
 
 # One line of JSON per cell and run goes to build/faults.jsonl. FAULTS="--seed 7 lanes" runs a part, or with another seed.
 FAULTS ?=

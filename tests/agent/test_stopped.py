@@ -30,6 +30,8 @@ from rdma_kv.transport.nixl import NixlTransport
 from rdma_kv.transport.ucx import UcxTransport
 from rdma_kv.types import AgentId, ReplicaId, Role
 
+pytestmark = pytest.mark.long
+
 HERE = Path(__file__).parent
 TRANSPORTS = {"ucx": UcxTransport, "nixl": NixlTransport}
 LIMIT_S = 30.0

@@ -29,6 +29,8 @@ from rdma_kv.mover import Mover
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
 from rdma_kv.types import Role
 
+pytestmark = pytest.mark.long
+
 FIELDS = {"name", "value", "unit", "goal", "ok"}
 AHEAD = "64 KiB: transfers with the slot given ahead >= 1"
 ONCE = LatencyOptions("loopback", 1)

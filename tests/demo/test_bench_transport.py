@@ -26,6 +26,8 @@ from rdma_kv.kernels.reference import gather, scatter
 from rdma_kv.memory import HostMemory
 from rdma_kv.types import Role
 
+pytestmark = pytest.mark.long
+
 FIELDS = {"name", "value", "unit", "goal", "ok"}
 MIB = 1 << 20
 

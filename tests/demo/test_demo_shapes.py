@@ -11,6 +11,7 @@ from rdma_kv.demo.shapes import SHAPES
 CHECKS = ("tokens_equal", "bytes_equal", "pages_untouched", "control_changed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("processes", ["replica", "rank"])
 def test_every_shape(processes):
     command = ["-m", "rdma_kv.cli.main", "demo", "--all", "--json", "--requests", "4", "--processes", processes]
