@@ -10,7 +10,7 @@ help:
 	@echo "make demo     install, then move a real model's KV cache from prefill to decode processes"
 	@echo "make demo-all every shape of the demo, with a process per replica and with a process per rank"
 	@echo "make test     install, then run the tests: less than ten minutes"
-	@echo "make test-long the tests that take long: benches, stopped processes, all shapes of the demo"
+	@echo "make test-long the tests that take long: benches, stopped processes, all shapes of the demo, Triton"
 	@echo "make faults   the whole fault matrix, poison runs, fuzz, restarts and soak: about 20 minutes"
 	@echo "make check    ruff, mypy, import contract, unit tests"
 	@echo "make gpu      kernel and GPU tests, on a machine with CUDA, torch and triton (GPU_PYTHON=python3)"

@@ -26,6 +26,8 @@ import torch
 
 from rdma_kv.kernels import tiles
 
+pytestmark = pytest.mark.long
+
 
 def each(*checks: Check) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("check", checks, ids=lambda check: check.__name__)
