@@ -14,7 +14,6 @@ With `TRITON_INTERPRET=1` in the environment when this module is imported, Trito
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,7 +35,7 @@ from rdma_kv.kernels.checksum import (
     length_term,
 )
 from rdma_kv.kernels.launch import Int64Array
-from rdma_kv.kernels.tiles import PROGRAMS
+from rdma_kv.kernels.tiles import INTERPRETED, PROGRAMS, check_device, on
 
 _FIELDS = 3  # of a piece: address, length in bytes, number of its first step
 _HEADER = 2  # number of steps, number of pieces
@@ -98,21 +97,13 @@ def checksums(
     Raises:
         ConfigError: a piece cannot be one, or an argument does not fit. Nothing was queued.
     """
-    device = torch.device(device)
-    if device.type != ("cpu" if INTERPRETED else "cuda"):
-        why = "TRITON_INTERPRET was set" if INTERPRETED else "TRITON_INTERPRET was not set"
-        raise ConfigError("device", f"{device}, but {why} when the kernel was imported")
-    if stream is not None and device.index not in {None, stream.device.index}:
-        raise ConfigError("stream", f"is of {stream.device}, not {device}")
+    device = check_device(device, stream)
     if programs is not None and programs < 1:
         raise ConfigError("programs", f"{programs} is not positive")
     table, steps = _table(pieces, STEPPING.tiles)
     host = torch.empty(table.size, dtype=torch.int64, pin_memory=not INTERPRETED)
     host.numpy()[:] = table
-    with (
-        torch.cuda.device(device) if device.type == "cuda" else nullcontext(),
-        torch.cuda.stream(stream) if stream is not None else nullcontext(),
-    ):
+    with on(device, stream):
         there = host.to(device, non_blocking=True)
         if steps:
             grid = (min(PROGRAMS if programs is None else programs, steps),)
@@ -196,6 +187,3 @@ def _sum(table: tl.tensor, step_tiles: tl.constexpr) -> None:
         terms = tl.where(tile * (_tile_words * 4) < length_bytes, terms, 0)
         tl.atomic_add(results + piece, tl.reduce(terms, 0, _plus), sem="relaxed")
         step += tl.num_programs(0)
-
-
-INTERPRETED = not isinstance(_sum, triton.JITFunction)  # as decided by TRITON_INTERPRET at import

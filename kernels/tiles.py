@@ -148,7 +148,7 @@ class Upload:
         constants = {"scatter": scatter, "pooled": self.pooled, "tile_words": self.tile_words, "words": words}
         options = {"num_warps": shape.warps} | ({"maxnreg": shape.registers} if shape.registers else {})
         kernel = _move_odd if self.odd else _move
-        with _on(self.table.device, self.stream):
+        with on(self.table.device, self.stream):
             kernel[(programs,)](self.table, **constants, **options)
 
 
@@ -176,18 +176,13 @@ def upload(
     Raises:
         ConfigError: a chunk's field has a wrong shape, dtype or range, or the device cannot run the kernel.
     """
-    device = torch.device(device)
-    if device.type != ("cpu" if INTERPRETED else "cuda"):
-        why = "TRITON_INTERPRET was set" if INTERPRETED else "TRITON_INTERPRET was not set"
-        raise ConfigError("device", f"{device}, but {why} when the kernel was imported")
-    if stream is not None and device.index not in {None, stream.device.index}:
-        raise ConfigError("stream", f"is of {stream.device}, not {device}")
+    device = check_device(device, stream)
     tables = Tables(chunks, TILE_WORDS if tile_words is None else tile_words)
     if not tables.tiles:
         return None
     host = torch.empty(tables.size, dtype=torch.int64, pin_memory=not INTERPRETED)
     tables.write(host.numpy())
-    with _on(device, stream):
+    with on(device, stream):
         table = host.to(device, non_blocking=True)
     return Upload(table, tables.tiles, tables.planes, tables.tile_words, tables.pooled, tables.odd, stream)
 
@@ -208,8 +203,23 @@ def launch(
         uploaded.start(scatter=scatter, programs=PROGRAMS if programs is None else programs)
 
 
+def check_device(device: torch.device | str, stream: torch.cuda.Stream | None) -> torch.device:
+    """Where a kernel is to run.
+
+    Raises:
+        ConfigError: kernels cannot run there, or the stream is another device's.
+    """
+    device = torch.device(device)
+    if device.type != ("cpu" if INTERPRETED else "cuda"):
+        why = "TRITON_INTERPRET was set" if INTERPRETED else "TRITON_INTERPRET was not set"
+        raise ConfigError("device", f"{device}, but {why} when the kernel was imported")
+    if stream is not None and device.index not in {None, stream.device.index}:
+        raise ConfigError("stream", f"is of {stream.device}, not {device}")
+    return device
+
+
 @contextmanager
-def _on(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
+def on(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
     """Make device and stream those that torch and Triton use in this thread."""
     if device.type == "cuda":
         with torch.cuda.device(device), torch.cuda.stream(stream):

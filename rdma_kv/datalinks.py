@@ -17,12 +17,12 @@ from rdma_kv.messages import MAX_SLOTS, Regions
 from rdma_kv.peer import Peer, Tasks
 from rdma_kv.staging import Staging
 from rdma_kv.transport.base import Endpoint
+from rdma_kv.transport.outcomes import succeeded
 from rdma_kv.transport.planes import Planes
 from rdma_kv.types import Region
 
-_LINGER_S: Final = (
-    0.1  # of listening; each change of mind costs a message, and with NIXL polling meanwhile costs little
-)
+_LINGER_S: Final = 0.1
+"""Of listening. Each change of mind costs a message, and with NIXL polling meanwhile costs little."""
 
 
 class DataLinks:
@@ -179,7 +179,3 @@ def check_regions(peer: Peer, message: Regions) -> None:
         problem = "other segments than before"
     if problem:
         raise RemoteProtocolError(str(peer.id), f"REGIONS of {problem}")
-
-
-def succeeded(task: asyncio.Task[None]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, Final, Protocol
 
 from rdma_kv.config import StagingConfig, Timeouts
-from rdma_kv.datalinks import DataLinks, succeeded
+from rdma_kv.datalinks import DataLinks
 from rdma_kv.entry import Entry, StageTimes
 from rdma_kv.errors import (
     ClosedError,
@@ -64,6 +64,7 @@ from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
 from rdma_kv.staging import Staging
 from rdma_kv.transport.base import NOT_POSTED, WritePair
+from rdma_kv.transport.outcomes import succeeded
 from rdma_kv.transport.planes import Planes
 from rdma_kv.turns import Turns
 from rdma_kv.types import Descriptor, Interval, Role

@@ -54,6 +54,7 @@ class Receiving:
         self._call = call
         self._wanted = wanted
         self._place = Place(call.key, call.attempt, call.replica)
+        self._alone: AgentRecord | None = None  # the only agent that sends to us, if there is one
         allowed = frozenset(sources) or None
         self._session = Session(
             shell,
@@ -67,6 +68,7 @@ class Receiving:
     async def run(self) -> Received:
         """Receive everything; see `Agent.receive`."""
         session = self._session
+        self._alone = self._only_sender()
         to_tell = [(record, source) for source in session.others for record in self._agents_to_tell(source)]
         session.start()
         if session.error is not None:
@@ -87,14 +89,14 @@ class Receiving:
         """
         engine = self._shell.registry.engine(source.engine)
         everybody = engine.agents_of(source.index)
-        alone = self._only_sender(source)
-        return [record for record in everybody if alone is None or record.id != alone.id]
+        return [record for record in everybody if self._alone is None or record.id != self._alone.id]
 
-    def _only_sender(self, source: ReplicaId) -> AgentRecord | None:
+    def _only_sender(self) -> AgentRecord | None:
         """The one agent that sends to us, where the source is settled and there is one alone."""
         shell, call = self._shell, self._call
         if len(self._session.others) != 1:
             return None
+        (source,) = self._session.others
         engine = shell.registry.engine(source.engine)
         try:
             busy = shell.busy_agents(shell.route(call.key, call.replica, engine, source.index), engine)
@@ -149,8 +151,7 @@ class Receiving:
         session, peer = self._session, entry.peer
         taken = ReplicaId(peer.id.engine, route.prefill_replica)
         self._shell.rendezvous.refuse_others(self._place, session.others, taken)
-        alone = self._only_sender(taken)
-        if alone is not None and alone.id == peer.id:
+        if self._alone is not None and self._alone.id == peer.id:
             self._send_expect(peer, route, self._shell.mover.give_grants_ahead(entry))
 
     def _received(self) -> Received:

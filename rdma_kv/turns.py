@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
-from rdma_kv.datalinks import succeeded
 from rdma_kv.entry import Entry
 from rdma_kv.peer import Peer
 from rdma_kv.protocol.actions import Action
 from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
+from rdma_kv.transport.outcomes import succeeded
 
 
 class Turns:

@@ -18,6 +18,11 @@ class Role(StrEnum):
     PREFILL = "prefill"
     DECODE = "decode"
 
+    @property
+    def other(self) -> Role:
+        """The role of the peers."""
+        return Role.DECODE if self is Role.PREFILL else Role.PREFILL
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class Interval:

@@ -9,25 +9,19 @@ from __future__ import annotations
 import contextlib
 import itertools
 import statistics
-import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from rdma_kv.bench.goals import Bound, Meter, Missing, Relation, figure
 from rdma_kv.bench.latency_posting import POST_BYTES, POSTS
 from rdma_kv.bench.latency_sides import REQUEST_BYTES, REQUESTS, TOPOLOGY, LatencySide, LatencySpec
 from rdma_kv.bench.latency_sockets import How, tcp_pair
 from rdma_kv.bench.latency_trace import PATH, Mark, in_order
-from rdma_kv.bench.paths import AGENT, PairOptions, connect_sides
+from rdma_kv.bench.paths import AGENT, Hosts, PairOptions, connect_sides, hosted, random_memory
 from rdma_kv.bench.rows import Row
-from rdma_kv.bench.worker import Worker, ended
 from rdma_kv.errors import RdmaKvError
-from rdma_kv.memory import HostMemory
 from rdma_kv.types import Role
 
 POST_GOAL_US = 20.0  # of loop time for each of many small WRITEs, on ucx
@@ -109,40 +103,21 @@ def measure_latency(options: LatencyOptions, meter: Meter) -> list[Row]:
     return _rows(options, measured)
 
 
-@dataclass(frozen=True)
-class _Hosts:
-    """The worker of each role; they may be one."""
-
-    workers: Sequence[Worker]
-    prefill: Worker
-    decode: Worker
-    registry: Path
-
-
 @contextlib.contextmanager
-def _processes(options: LatencyOptions) -> Iterator[_Hosts]:
-    source = HostMemory(REQUESTS * REQUEST_BYTES, shared=True)
-    source.view[:] = np.frombuffer(np.random.default_rng(0).bytes(source.length_bytes), dtype=np.uint8)
-    ends = {how: tcp_pair() for how in How}
-    by_role: dict[Role, Worker] = {}
-    workers: list[Worker] = []
-    with tempfile.TemporaryDirectory(prefix="rdma-kv-bench-") as folder, contextlib.ExitStack() as stack:
-        registry = Path(folder) / "registry.toml"
-        stack.enter_context(ended(workers))
-        for name, roles in options.hosts.items():
-            spec = LatencySpec(options.backend, roles, source, registry, ends)
-            workers.append(Worker(name, partial(LatencySide, spec), {}))
-            by_role |= dict.fromkeys(roles, workers[-1])
-        for pair in ends.values():
-            for end in pair:
-                end.close()
-        yield _Hosts(workers, by_role[Role.PREFILL], by_role[Role.DECODE], registry)
+def _processes(options: LatencyOptions) -> Iterator[Hosts]:
+    source, pairs = random_memory(REQUESTS * REQUEST_BYTES), {how: tcp_pair() for how in How}
+
+    def side(roles: tuple[Role, ...], registry: Path) -> LatencySide:
+        return LatencySide(LatencySpec(options.backend, roles, source, registry, pairs))
+
+    with hosted(options, side, itertools.chain(*pairs.values())) as hosts:
+        yield hosts
 
 
 # --- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def _measure(options: LatencyOptions, hosts: _Hosts, meter: Meter) -> Measured:
+def _measure(options: LatencyOptions, hosts: Hosts, meter: Meter) -> Measured:
     measured = Measured()
     total, done = (options.repetitions + 1) * (len(_WAYS) + 1), 0
     _first_transfers(hosts)
@@ -167,13 +142,13 @@ def _measure(options: LatencyOptions, hosts: _Hosts, meter: Meter) -> Measured:
     return measured
 
 
-def _first_transfers(hosts: _Hosts) -> None:
+def _first_transfers(hosts: Hosts) -> None:
     """Connect the agents, and let the decode side tell where its slots lie: only then are any given ahead."""
     for number in range(_WARM_UPS):
         _request(hosts, AGENT, number, f"first-{number}")
 
 
-def _round(hosts: _Hosts, how: str, name: str) -> tuple[list[float], list[Marks]]:
+def _round(hosts: Hosts, how: str, name: str) -> tuple[list[float], list[Marks]]:
     """Seconds of each request, and the marks of each transfer of an agent. Every byte is checked."""
     hosts.decode.ask("wipe")
     time.sleep(_REST_S)
@@ -189,7 +164,7 @@ def _round(hosts: _Hosts, how: str, name: str) -> tuple[list[float], list[Marks]
     return took_s, marks
 
 
-def _request(hosts: _Hosts, how: str, number: int, key: str) -> float:
+def _request(hosts: Hosts, how: str, number: int, key: str) -> float:
     """Seconds from the call at the prefill side to its end there."""
     hosts.decode.ask("expect", how, number, key)
     took_s: float = hosts.prefill.ask("send", how, number, key)
@@ -197,7 +172,7 @@ def _request(hosts: _Hosts, how: str, number: int, key: str) -> float:
     return took_s
 
 
-def _post(hosts: _Hosts, number: int) -> tuple[tuple[float, float], tuple[float, float]]:
+def _post(hosts: Hosts, number: int) -> tuple[tuple[float, float], tuple[float, float]]:
     hosts.decode.ask("take", number)
     posted = hosts.prefill.ask("post", number)
     return tuple(posted), tuple(hosts.decode.ask("taken"))

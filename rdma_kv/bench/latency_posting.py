@@ -38,7 +38,7 @@ class Poster:
 
     def __init__(self, role: Role, transport: Transport) -> None:
         self._transport = transport
-        self._other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        self._other = role.other
         self._memory = HostMemory(POSTS * POST_BYTES)
         self._endpoint: Endpoint | None = None
         self._remote = 0

@@ -18,13 +18,12 @@ from rdma_kv.agent import Agent
 from rdma_kv.bench.latency_posting import Poster
 from rdma_kv.bench.latency_sockets import How, SocketEnd
 from rdma_kv.bench.latency_trace import Mark, Trace
-from rdma_kv.bench.member import CLUSTER
+from rdma_kv.bench.member import agent_config
 from rdma_kv.bench.paths import AGENT, Geometry, Pool, transport_maker
-from rdma_kv.config import StagingConfig, Timeouts
+from rdma_kv.config import StagingConfig
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.memory import HostMemory
 from rdma_kv.registry.static import StaticRegistry
-from rdma_kv.session import AgentConfig
 from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.transport.base import Transport
 from rdma_kv.types import ReplicaId, Role
@@ -66,16 +65,7 @@ class LatencyMember:
         decode = role is Role.DECODE
         self.pool = Pool(role, HostMemory(spec.source.length_bytes) if decode else spec.source, GEOMETRY)
         self.requests = self.pool.requests(REQUESTS)
-        config = AgentConfig(
-            engine=role.value,
-            role=role,
-            ranks=(0,),
-            topology=TOPOLOGY,
-            model=_MODEL,
-            cluster=CLUSTER,
-            staging=_STAGING,
-            timeouts=Timeouts(transfer=_TRANSFER_S),
-        )
+        config = agent_config(role, _TRANSFER_S, model=_MODEL, topology=TOPOLOGY, staging=_STAGING)
         registry = StaticRegistry(spec.registry)
         self.agent = Agent(config, registry, transport=lambda name: trace.transport(make(name)))
         self.sockets = {how: SocketEnd(how, self.pool, ends[decode], REQUEST_BYTES) for how, ends in spec.ends.items()}
@@ -148,8 +138,7 @@ class LatencySide:
 
     async def connect(self, opened: Mapping[str, tuple[bytes, int]]) -> None:
         for role, member in self._members.items():
-            other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-            await member.poster.connect(*opened[other.value])
+            await member.poster.connect(*opened[role.other.value])
 
     async def expect(self, how: str, number: int, key: str) -> None:
         """Decode: begin to take a request."""

@@ -133,23 +133,35 @@ async def serve(spec: HostSpec, channel: Channel, transport: str | TransportMake
     await channel.close()
 
 
+def agent_config(
+    role: Role,
+    timeout_s: float,
+    *,
+    model: ModelSpec = MODEL,
+    topology: Topology = TOPOLOGY,
+    staging: StagingConfig = STAGING,
+) -> AgentConfig:
+    """Of the one agent of that role, which is an engine by itself."""
+    return AgentConfig(
+        engine=role.value,
+        role=role,
+        ranks=(0,),
+        topology=topology,
+        model=model,
+        cluster=CLUSTER,
+        staging=staging,
+        timeouts=Timeouts(transfer=timeout_s),
+    )
+
+
 @contextlib.asynccontextmanager
 async def _members(spec: HostSpec, transport: str | TransportMaker) -> AsyncIterator[list[Member]]:
     registry = StaticRegistry(spec.registry)
     async with contextlib.AsyncExitStack() as stack:
         members = []
         for role in spec.roles:
-            config = AgentConfig(
-                engine=role.value,
-                role=role,
-                ranks=(0,),
-                topology=TOPOLOGY,
-                model=MODEL,
-                cluster=CLUSTER,
-                staging=STAGING,
-                timeouts=Timeouts(transfer=spec.timeout_s),
-            )
-            agent = await stack.enter_async_context(Agent(config, registry, transport=transport))
+            agent = Agent(agent_config(role, spec.timeout_s), registry, transport=transport)
+            await stack.enter_async_context(agent)
             members.append(Member(agent, spec.pages))
         yield members
 

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +26,13 @@ from rdma_kv.bench.member import (
     CLUSTER,
     HEADS,
     LAYERS,
-    MODEL,
     PAGE_BYTES,
     PAGE_TOKENS,
     ROW_BYTES,
     STAGING,
-    TOPOLOGY,
+    agent_config,
 )
-from rdma_kv.bench.worker import Worker
-from rdma_kv.config import Timeouts
+from rdma_kv.bench.worker import Side, Worker, ended
 from rdma_kv.errors import ConfigError, RdmaKvError
 from rdma_kv.kernels.launch import Chunk
 from rdma_kv.kernels.reference import gather, scatter
@@ -40,7 +40,6 @@ from rdma_kv.layout import KvLayout
 from rdma_kv.memory import HostMemory
 from rdma_kv.planner import token_offsets
 from rdma_kv.registry.static import AgentRecord, EngineRecord, StaticRegistry, dump_registry
-from rdma_kv.session import AgentConfig
 from rdma_kv.topology import TieBreak, Topology
 from rdma_kv.transport.base import Endpoint, Transport, WritePair
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
@@ -174,7 +173,7 @@ class Baseline:
 
     def __init__(self, role: Role, pool: Pool, transport: Transport, ack: socket.socket) -> None:
         self._pool, self._transport, self._ack = pool, transport, ack
-        self._other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
+        self._other = role.other
         self._slots = HostMemory(SLOTS * STAGING.slot_bytes)
         self._kernels = ThreadPoolExecutor(1)
         self._came: asyncio.Queue[bytes] = asyncio.Queue()
@@ -244,17 +243,7 @@ class Member:
     def __init__(self, spec: PathSpec, role: Role, make: Callable[[str], Transport]) -> None:
         decode = role is Role.DECODE
         self.pool = Pool(role, HostMemory(spec.source.length_bytes) if decode else spec.source)
-        config = AgentConfig(
-            engine=role.value,
-            role=role,
-            ranks=(0,),
-            topology=TOPOLOGY,
-            model=MODEL,
-            cluster=CLUSTER,
-            staging=STAGING,
-            timeouts=Timeouts(transfer=_TRANSFER_S),
-        )
-        self.agent = Agent(config, StaticRegistry(spec.registry), transport=make)
+        self.agent = Agent(agent_config(role, _TRANSFER_S), StaticRegistry(spec.registry), transport=make)
         self.baseline = Baseline(role, self.pool, make(f"baseline-{role.value}@1"), spec.acks[decode])
 
     async def start(self, stack: contextlib.AsyncExitStack) -> int:
@@ -299,8 +288,7 @@ class PathSide:
 
     async def connect(self, opened: Mapping[str, tuple[bytes, int]]) -> None:
         for role, member in self._members.items():
-            other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-            await member.baseline.connect(*opened[other.value])
+            await member.baseline.connect(*opened[role.other.value])
 
     async def wipe(self) -> None:
         """Decode: forget what came."""
@@ -341,6 +329,45 @@ class PathSide:
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """The worker of each role; they may be one."""
+
+    workers: Sequence[Worker]
+    prefill: Worker
+    decode: Worker
+    registry: Path
+
+
+@contextlib.contextmanager
+def hosted(
+    options: PairOptions, side: Callable[[tuple[Role, ...], Path], Side], ends: Iterable[socket.socket]
+) -> Iterator[Hosts]:
+    """The measured processes, until the end of the block.
+
+    Args:
+        side: makes what a process is, there, from its roles and the registry's place.
+        ends: sockets that the processes inherit; ours are closed.
+    """
+    workers: list[Worker] = []
+    by_role: dict[Role, Worker] = {}
+    with tempfile.TemporaryDirectory(prefix="rdma-kv-bench-") as folder, ended(workers):
+        registry = Path(folder) / "registry.toml"
+        for name, roles in options.hosts.items():
+            workers.append(Worker(name, partial(side, roles, registry), {}))
+            by_role |= dict.fromkeys(roles, workers[-1])
+        for end in ends:
+            end.close()
+        yield Hosts(workers, by_role[Role.PREFILL], by_role[Role.DECODE], registry)
+
+
+def random_memory(length_bytes: int) -> HostMemory:
+    """What a prefill pool holds, for all processes that are forked later."""
+    memory = HostMemory(length_bytes, shared=True)
+    memory.view[:] = np.frombuffer(np.random.default_rng(0).bytes(length_bytes), dtype=np.uint8)
+    return memory
 
 
 def connect_sides(workers: Sequence[Worker], registry: Path, topology: Topology) -> None:

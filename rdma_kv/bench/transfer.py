@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import socket
 import statistics
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-
-import numpy as np
 
 from rdma_kv.bench.goals import Bound, Meter, Missing, Relation, figure
 from rdma_kv.bench.member import TOPOLOGY
-from rdma_kv.bench.paths import AGENT, BASELINE, PairOptions, PathSide, PathSpec, connect_sides
+from rdma_kv.bench.paths import (
+    AGENT,
+    BASELINE,
+    Hosts,
+    PairOptions,
+    PathSide,
+    PathSpec,
+    connect_sides,
+    hosted,
+    random_memory,
+)
 from rdma_kv.bench.rows import Row
-from rdma_kv.bench.worker import Worker, ended
 from rdma_kv.errors import ConfigError, RdmaKvError
-from rdma_kv.memory import HostMemory
 from rdma_kv.types import Role
 
 COUNTS = (1, 8, 64)  # requests that share a round's bytes
@@ -79,35 +83,18 @@ def measure_transfer(options: TransferOptions, meter: Meter) -> list[Row]:
     return _rows(options, measured)
 
 
-class _Hosts:
-    """The worker of each role."""
-
-    def __init__(self, workers: Mapping[tuple[Role, ...], Worker], registry: Path) -> None:
-        self.workers = list(workers.values())
-        self.registry = registry
-        self.prefill, self.decode = (
-            next(worker for roles, worker in workers.items() if role in roles) for role in (Role.PREFILL, Role.DECODE)
-        )
-
-
 @contextlib.contextmanager
-def _processes(options: TransferOptions) -> Iterator[_Hosts]:
-    source = HostMemory(options.mib << 20, shared=True)
-    source.view[:] = np.frombuffer(np.random.default_rng(0).bytes(source.length_bytes), dtype=np.uint8)
-    acks = socket.socketpair()
-    workers: dict[tuple[Role, ...], Worker] = {}
-    with tempfile.TemporaryDirectory(prefix="rdma-kv-bench-") as folder, contextlib.ExitStack() as stack:
-        registry = Path(folder) / "registry.toml"
-        for name, roles in options.hosts.items():
-            spec = PathSpec(options.backend, roles, source, registry, acks)
-            workers[roles] = Worker(name, partial(PathSide, spec), {})
-        stack.enter_context(ended(list(workers.values())))
-        for end in acks:
-            end.close()
-        yield _Hosts(workers, registry)
+def _processes(options: TransferOptions) -> Iterator[Hosts]:
+    source, acks = random_memory(options.mib << 20), socket.socketpair()
+
+    def side(roles: tuple[Role, ...], registry: Path) -> PathSide:
+        return PathSide(PathSpec(options.backend, roles, source, registry, acks))
+
+    with hosted(options, side, acks) as hosts:
+        yield hosts
 
 
-def _measure(options: TransferOptions, hosts: _Hosts, meter: Meter) -> Measured:
+def _measure(options: TransferOptions, hosts: Hosts, meter: Meter) -> Measured:
     measured = Measured()
     total, done = (options.repetitions + 1) * len(COUNTS) * len(_HOW), 0
     for number in range(options.repetitions + 1):
@@ -125,7 +112,7 @@ def _measure(options: TransferOptions, hosts: _Hosts, meter: Meter) -> Measured:
     return measured
 
 
-def _move(options: TransferOptions, hosts: _Hosts, how: str, key: str, count: int) -> list[float]:
+def _move(options: TransferOptions, hosts: Hosts, how: str, key: str, count: int) -> list[float]:
     """One measurement; every byte of it is checked."""
     hosts.decode.ask("wipe")
     hosts.decode.ask("expect", how, key, count)

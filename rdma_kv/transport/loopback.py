@@ -29,8 +29,8 @@ from dataclasses import dataclass
 import msgspec
 
 from rdma_kv.errors import ClosedError, ConfigError, RegistrationError, TransportError
-from rdma_kv.transport.base import FENCED, NOT_POSTED, NotificationCallback, WritePair, unwrap_metadata, wrap_metadata
-from rdma_kv.transport.inbox import Inbox
+from rdma_kv.transport.base import FENCED, NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
+from rdma_kv.transport.listening import ListeningEndpoint
 from rdma_kv.transport.regions import Piece, RegionTable, batches, check_pairs
 from rdma_kv.types import Descriptor, Region
 
@@ -161,25 +161,21 @@ class LoopbackNetwork:
                     return
 
 
-class LoopbackEndpoint:
+class LoopbackEndpoint(ListeningEndpoint):
     """The link to one peer over a `LoopbackNetwork`. See `Endpoint` for the contract."""
 
     def __init__(self, network: LoopbackNetwork, regions: RegionTable, names: tuple[str, str], token: str) -> None:
+        self._name, peer = names
+        super().__init__(peer)
         self._network = network
         self._regions = regions
-        self._name, self._peer = names
         self._token = token
-        self._inbox = Inbox(asyncio.get_running_loop())
         self._changed = asyncio.Event()  # set once per change of `listening` or `closed`, then replaced
         self._closed = False
         self._remote: tuple[LoopbackEndpoint, RegionTable] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pending: set[asyncio.Future[None]] = set()
         network._endpoints[token] = self
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     @property
     def lane(self) -> str:
@@ -219,23 +215,6 @@ class LoopbackEndpoint:
         self._spawn(self._write(tuple(pairs), notification, outcome))
         await outcome
 
-    async def notify(self, message: bytes) -> None:
-        """Notify without data. Waits, as a WRITE does, until the peer listens."""
-        await self.write((), message)
-
-    def on_notification(self, callback: NotificationCallback) -> None:
-        self._inbox.on_notification(callback)
-
-    def listen(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the endpoint of {self._peer} is closed")
-        if self._inbox.listen():
-            self._signal()
-
-    def unlisten(self) -> None:
-        if not self._closed and self._inbox.unlisten():
-            self._signal()
-
     async def fence_source(self) -> None:
         """Close: every copy from our memory is made by our own tasks, which have ended when this returns."""
         await self._stop()
@@ -249,6 +228,10 @@ class LoopbackEndpoint:
         """End the link. Pending WRITEs of both sides end with TransportError. Idempotent."""
         self._end_pending("closed")
         await self._stop()
+
+    def _say_listening(self, listening: bool) -> None:
+        del listening  # everybody looks at the inbox itself
+        self._signal()
 
     async def _stop(self) -> None:
         """Refuse work from now on, and end our tasks."""

@@ -46,10 +46,11 @@ from rdma_kv.errors import (
     RegistrationError,
     TransportError,
 )
-from rdma_kv.transport.base import NOT_POSTED, NotificationCallback, WritePair, unwrap_metadata, wrap_metadata
-from rdma_kv.transport.inbox import Inbox
+from rdma_kv.transport.base import NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
+from rdma_kv.transport.listening import ListeningEndpoint
 from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd
 from rdma_kv.transport.nixl_owner import BACKEND, Nixl, Owner, fail, load_nixl
+from rdma_kv.transport.outcomes import failed
 from rdma_kv.transport.regions import RegionTable
 from rdma_kv.transport.ucx_environment import choose_lane, host_id, prepare_ucx_environment, usable_lanes
 from rdma_kv.types import Region
@@ -151,24 +152,19 @@ class _Core:
         self.owner.add(link)
 
 
-class NixlEndpoint:
+class NixlEndpoint(ListeningEndpoint):
     """The link to one peer over NIXL. See `Endpoint` for the contract; made by `NixlTransport.endpoint`."""
 
     def __init__(self, core: _Core, peer: str) -> None:
+        super().__init__(peer)
         self._core = core
-        self._peer = peer
         self._lane = "unknown"
         self._only_tcp = core.no_shared_memory  # surely; `lane` may say tcp where UCX has found something better
         self._loop = asyncio.get_running_loop()
-        self._inbox = Inbox(self._loop)
         self._link = core.make_link(peer, self._deliver)
         self._pending: set[asyncio.Future[None]] = set()
         self._loading: tuple[bytes, asyncio.Task[None]] | None = None
         self._closing: asyncio.Task[None] | None = None
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     @property
     def lane(self) -> str:
@@ -199,9 +195,9 @@ class NixlEndpoint:
         self._check_open()
         blob, remote = _decode(unwrap_metadata(BACKEND, metadata))
         before = self._loading
-        if before is None or before[0] != metadata or _failed(before[1]):
+        if before is None or before[0] != metadata or failed(before[1]):
             task = self._loop.create_task(self._load(blob, remote, before and before[1]))
-            task.add_done_callback(_failed)
+            task.add_done_callback(failed)
             self._loading = (metadata, task)
         assert self._loading is not None
         await asyncio.shield(self._loading[1])
@@ -217,27 +213,6 @@ class NixlEndpoint:
         future = self._future()
         self._core.owner.begin(lambda settle: self._link.write(copied, notification, settle), future)
         await future
-
-    async def notify(self, message: bytes) -> None:
-        """Notify without data. Waits, as a WRITE does, until the peer listens.
-
-        Raises:
-            TransportError: as for `write`.
-        """
-        await self.write((), message)
-
-    def on_notification(self, callback: NotificationCallback) -> None:
-        self._inbox.on_notification(callback)
-
-    def listen(self) -> None:
-        if self.closed:
-            raise ClosedError(f"the endpoint of {self._peer} is closed")
-        if self._inbox.listen():
-            self._core.owner.post(lambda: self._set_listening(True))
-
-    def unlisten(self) -> None:
-        if not self.closed and self._inbox.unlisten():
-            self._core.owner.post(lambda: self._set_listening(False))
 
     async def fence_source(self) -> None:
         """Destroy the NIXL agent: then nothing reads our memory for what was posted to this peer. See `Endpoint`.
@@ -279,6 +254,9 @@ class NixlEndpoint:
             self._inbox.close()
             self._closing = self._loop.create_task(self._close_link())
         return self._closing
+
+    def _say_listening(self, listening: bool) -> None:
+        self._core.owner.post(lambda: self._set_listening(listening))
 
     async def _close_link(self) -> None:
         await self._core.owner.call(lambda: self._core.close_link(self._link))
@@ -434,8 +412,3 @@ def _decode(data: bytes) -> tuple[_Blob, RemoteEnd]:
 def _kernel(host: str) -> str:
     """The part of a `host_id` that two processes share only on one kernel."""
     return host.partition("/")[0]
-
-
-def _failed(task: asyncio.Task[None]) -> bool:
-    """Whether `task` ended without success. Marks its exception as seen."""
-    return task.done() and (task.cancelled() or task.exception() is not None)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from rdma_kv.errors import ClosedError, RdmaKvError, TransportError
 from rdma_kv.transport.base import Transport
 from rdma_kv.transport.named import TransportMaker
+from rdma_kv.transport.outcomes import failed, succeeded
 from rdma_kv.types import Region
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,7 @@ class Planes:
             if starts:
                 await asyncio.wait(starts)
             for start in starts:
-                if _succeeded(start):  # it may have it already: registrations are counted
+                if succeeded(start):  # it may have it already: registrations are counted
                     await start.result().transport.register(*piece)
         except BaseException:
             self._staging.remove(piece)
@@ -124,7 +125,7 @@ class Planes:
         self._closing = True
         if self._starts:
             await asyncio.wait(self._starts.values())
-        started = [start.result().transport for start in self._starts.values() if _succeeded(start)]
+        started = [start.result().transport for start in self._starts.values() if succeeded(start)]
         outcomes = await asyncio.gather(*(transport.close() for transport in started), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
@@ -133,7 +134,7 @@ class Planes:
     def _begin(self, backend: str) -> asyncio.Task[Plane]:
         self._failed.discard(backend)
         start = asyncio.create_task(self._start(backend), name=f"start {backend} of {self._name}")
-        start.add_done_callback(_mark_seen)
+        start.add_done_callback(failed)  # marks it as seen: nobody may be waiting
         self._starts[backend] = start
         return start
 
@@ -163,19 +164,9 @@ class Planes:
     def _state(self, backend: str) -> str:
         start = self._starts.get(backend)
         if start is not None:
-            return "started" if _succeeded(start) else "starting"
+            return "started" if succeeded(start) else "starting"
         return "failed" if backend in self._failed else "waiting"
 
     def _check_open(self) -> None:
         if self._closing:
             raise ClosedError("the agent is closed")
-
-
-def _succeeded(start: asyncio.Task[Plane]) -> bool:
-    return start.done() and not start.cancelled() and start.exception() is None
-
-
-def _mark_seen(start: asyncio.Task[Plane]) -> None:
-    """Nobody may be waiting for a start that fails."""
-    if not start.cancelled():
-        start.exception()

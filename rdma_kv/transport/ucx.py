@@ -42,8 +42,9 @@ from rdma_kv.errors import (
     RegistrationError,
     TransportError,
 )
-from rdma_kv.transport.base import FENCED, NOT_POSTED, NotificationCallback, WritePair, unwrap_metadata, wrap_metadata
-from rdma_kv.transport.inbox import Inbox
+from rdma_kv.transport.base import FENCED, NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
+from rdma_kv.transport.listening import ListeningEndpoint
+from rdma_kv.transport.outcomes import failed
 from rdma_kv.transport.regions import RegionTable
 from rdma_kv.transport.ucx_binding import BACKEND
 from rdma_kv.transport.ucx_core import Core, open_context
@@ -70,26 +71,21 @@ _NO_TARGET_FENCE: Final = {
 }
 
 
-class UcxEndpoint:
+class UcxEndpoint(ListeningEndpoint):
     """The link to one peer over UCX. See `Endpoint` for the contract; made by `UcxTransport.endpoint`."""
 
     def __init__(self, core: Core, peer: str) -> None:
+        super().__init__(peer)
         self._core = core
-        self._peer = peer
         self._name = f"{core.name}>{peer}#{next(core.serial)}"
         self._host_lane = "unknown"
         self._device_lane = "unknown"
         self._device_memory_there = False
         self._only_tcp = core.no_shared_memory  # for memory of the host
         self._loop = asyncio.get_running_loop()
-        self._inbox = Inbox(self._loop)
         self._link: UcxLink | None = None
         self._peer_link = ""
         self._closing: asyncio.Task[None] | None = None
-
-    @property
-    def peer(self) -> str:
-        return self._peer
 
     @property
     def lane(self) -> str:
@@ -170,27 +166,6 @@ class UcxEndpoint:
         self._core.driver.kick(link)
         await future
 
-    async def notify(self, message: bytes) -> None:
-        """Notify without data.
-
-        Raises:
-            TransportError: as for `write`.
-        """
-        await self.write((), message)
-
-    def on_notification(self, callback: NotificationCallback) -> None:
-        self._inbox.on_notification(callback)
-
-    def listen(self) -> None:
-        if self.closed:
-            raise ClosedError(f"the endpoint of {self._peer} is closed")
-        if self._inbox.listen():
-            self._say_listening(True)
-
-    def unlisten(self) -> None:
-        if not self.closed and self._inbox.unlisten():
-            self._say_listening(False)
-
     async def fence_source(self) -> None:
         """End the link: then nothing of UCX reads our memory for this peer. See `Endpoint`.
 
@@ -245,12 +220,9 @@ class UcxEndpoint:
         self._core.dropped_messages += 1
 
     async def _end(self, status: str) -> None:
-        before = self._closing
-        failed = before is not None and before.done() and (before.cancelled() or before.exception() is not None)
-        if before is None or failed:  # once more: UCX may have let go since
+        if self._closing is None or failed(self._closing):  # once more: UCX may have let go since
             self._inbox.close()
             self._closing = self._loop.create_task(self._close(status))
-        assert self._closing is not None
         await asyncio.shield(self._closing)
 
     async def _close(self, status: str) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import sys
+from collections.abc import AsyncIterator
 
 import pytest
 from links_rig import LIMIT_S, QUICK, Node, Rig, Wire, identity, rig, until
@@ -34,9 +36,8 @@ async def two(r: Rig, timeouts: Timeouts = QUICK) -> tuple[Node, Node, Wire]:
 
 
 async def dial(r: Rig, node: Node) -> Peer:
-    other = Role.DECODE if node.identity.id.role is Role.PREFILL else Role.PREFILL
     async with asyncio.timeout(LIMIT_S):
-        return await node.links.peer(r.book.record(other))
+        return await node.links.peer(r.book.record(node.identity.id.role.other))
 
 
 async def hears(from_: Node, to: Node) -> None:
@@ -346,16 +347,28 @@ async def test_nobody_is_looked_for_for_ever():
 # --- proven death ------------------------------------------------------------------------------------------------------
 
 
+@contextlib.asynccontextmanager
+async def a_process() -> AsyncIterator[asyncio.subprocess.Process]:
+    """One that waits until it is killed, or its standard input ends."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    await child.stdout.readline()
+    try:
+        yield child
+    finally:
+        if child.returncode is None:
+            child.kill()
+        await child.wait()
+        child.stdin.close()
+
+
 @pytest.mark.skipif(not host_id() or not hasattr(os, "pidfd_open"), reason="needs /proc and os.pidfd_open")
 async def test_a36_the_death_of_a_process_is_proven_and_ends_its_link_at_once():
     """Its stream stays open here (it is ours), and no lease ends: only the process itself can have told."""
     async with rig() as r:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        await child.stdout.readline()
-        try:
+        async with a_process() as child:
             prefill = await r.node(Role.PREFILL, timeouts=NEVER)
             process = Process(host_id(), child.pid, started_ticks(child.pid))
             decode = await r.node(Role.DECODE, timeouts=NEVER, process=process)
@@ -365,11 +378,6 @@ async def test_a36_the_death_of_a_process_is_proven_and_ends_its_link_at_once():
             name = prefill.peer.name
             child.kill()
             took_s = await until(lambda: "dead" in prefill.user.kinds())
-        finally:
-            if child.returncode is None:
-                child.kill()
-            await child.wait()
-            child.stdin.close()
         assert took_s < SLACK * 0.5
         assert prefill.user.heard[:2] == [("lost", name), ("dead", name)]
         assert "died" in str(prefill.user.errors[0])
@@ -379,32 +387,21 @@ async def test_a36_the_death_of_a_process_is_proven_and_ends_its_link_at_once():
 @pytest.mark.skipif(not host_id() or not hasattr(os, "pidfd_open"), reason="needs /proc and os.pidfd_open")
 async def test_the_watch_outlives_the_link():
     """A stopped process, its stream broken: its death is the proof that somebody may wait for."""
-    async with rig() as r:
-        child = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
-        )  # fmt: skip
-        await child.stdout.readline()
-        try:
-            prefill = await r.node(Role.PREFILL, timeouts=NEVER)
-            process = Process(host_id(), child.pid, started_ticks(child.pid))
-            decode = await r.node(Role.DECODE, timeouts=NEVER, process=process)
-            r.publish(decode)
-            await dial(r, prefill)
-            name = prefill.peer.name
-            decode.die()
-            await until(lambda: prefill.user.errors)
-            assert prefill.user.kinds() == ["lost"]
-            assert prefill.links.watched == 1
-            child.kill()
-            await until(lambda: "dead" in prefill.user.kinds())
-            assert prefill.user.heard == [("lost", name), ("dead", name)]
-            prefill.links.forget(name)
-        finally:
-            if child.returncode is None:
-                child.kill()
-            await child.wait()
-            child.stdin.close()
+    async with rig() as r, a_process() as child:
+        prefill = await r.node(Role.PREFILL, timeouts=NEVER)
+        process = Process(host_id(), child.pid, started_ticks(child.pid))
+        decode = await r.node(Role.DECODE, timeouts=NEVER, process=process)
+        r.publish(decode)
+        await dial(r, prefill)
+        name = prefill.peer.name
+        decode.die()
+        await until(lambda: prefill.user.errors)
+        assert prefill.user.kinds() == ["lost"]
+        assert prefill.links.watched == 1
+        child.kill()
+        await until(lambda: "dead" in prefill.user.kinds())
+        assert prefill.user.heard == [("lost", name), ("dead", name)]
+        prefill.links.forget(name)
 
 
 # --- how long we may post ----------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class Child:
 @contextlib.asynccontextmanager
 async def both(tmp_path, monkeypatch, transport: str, tls: str | None, *, child_role: Role):
     """(child, the agent of the other role here, its pool)."""
-    role = Role.DECODE if child_role is Role.PREFILL else Role.PREFILL
+    role = child_role.other
     path = tmp_path / "registry.toml"
     if tls is not None:
         monkeypatch.setenv("UCX_TLS", tls)
