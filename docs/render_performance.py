@@ -30,6 +30,7 @@ TITLES: Final = {
     "idle_ucx": "`bench idle --transport ucx`",
     "idle_nixl": "`bench idle --transport nixl`",
     "gpu": "`bench gpu`, on a machine of its own: see its last rows",
+    "multi_gpu": "`bench multigpu`, on a machine of its own: see its last rows",
 }
 _MEASURED: Final = re.compile(r"(?P<case>.+?): (?P<who>[^:]+?)(, (?P<lane>tcp|cma))?")
 _SPREAD: Final = ", spread"

@@ -142,8 +142,11 @@ def finish(tile_sums: int, length_bytes: int) -> int:
 
 
 def length_term(length_bytes: int) -> int:
-    """What the length adds to a checksum, from 0 to 2**64 - 1."""
-    return int(mixed(np.array([MASK - length_bytes], np.uint64))[0])
+    """What the length adds to a checksum, from 0 to 2**64 - 1: `mix`, in Python, as every launch on a GPU asks for it."""
+    value = MASK - length_bytes
+    value = (value ^ (value >> 30)) * MIX_1 & MASK
+    value = (value ^ (value >> 27)) * MIX_2 & MASK
+    return value ^ (value >> 31)
 
 
 def check_piece(address: int, length_bytes: int) -> None:

@@ -34,8 +34,8 @@ from rdma_kv.kernels.checksum import (
     check_piece,
     length_term,
 )
+from rdma_kv.kernels.dispatch import check_device, check_programs, queue_of, start
 from rdma_kv.kernels.launch import Int64Array
-from rdma_kv.kernels.tiles import INTERPRETED, PROGRAMS, check_device, on
 
 _FIELDS = 3  # of a piece: address, length in bytes, number of its first step
 _HEADER = 2  # number of steps, number of pieces
@@ -89,7 +89,7 @@ def checksums(
         pieces: their memory must stay as it is until the stream has passed the launch.
         device: as for `gather.gather`; "cpu" needs Triton's interpreter, and there the sums are in place on return.
         stream: of that device; None is its current stream.
-        programs: of the grid, so at most as many multiprocessors are taken; None is `tiles.PROGRAMS`.
+        programs: of the grid, so at most as many multiprocessors are taken; None is `dispatch.PROGRAMS`.
 
     Returns:
         int64 `[pieces]` on the device, to be used in the order of the stream. `values` makes numbers of them.
@@ -97,17 +97,22 @@ def checksums(
     Raises:
         ConfigError: a piece cannot be one, or an argument does not fit. Nothing was queued.
     """
+    programs = check_programs(programs)
     device = check_device(device, stream)
-    if programs is not None and programs < 1:
-        raise ConfigError("programs", f"{programs} is not positive")
     table, steps = _table(pieces, STEPPING.tiles)
-    host = torch.empty(table.size, dtype=torch.int64, pin_memory=not INTERPRETED)
-    host.numpy()[:] = table
-    with on(device, stream):
-        there = host.to(device, non_blocking=True)
+    queue = queue_of(device, stream)
+    with queue.feed.lock, queue.current(stream):
+        there = queue.feed.send(table.size, lambda out: np.copyto(out, table), keep=True)
         if steps:
-            grid = (min(PROGRAMS if programs is None else programs, steps),)
-            _sum[grid](there, step_tiles=STEPPING.tiles, num_warps=STEPPING.warps)
+            start(
+                _sum,
+                min(programs, steps),
+                (there,),
+                (STEPPING.tiles,),
+                warps=STEPPING.warps,
+                registers=None,
+                queue=queue,
+            )
     return there[_HEADER : _HEADER + len(pieces)]
 
 

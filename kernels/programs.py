@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from rdma_kv.errors import ConfigError
@@ -39,3 +39,19 @@ def fewest_programs(lane_gb_s: float, curve: Mapping[int, float] = H200, margin:
         return min(enough)
     fastest = max(curve.values())
     return min(programs for programs, gb_s in curve.items() if gb_s == fastest)
+
+
+LANE_GB_S: Mapping[str, float] = MappingProxyType({"cuda_ipc": 300.0, "rdma": 50.0, "pinned": 55.0})
+"""What a lane carries at most, in GB/s: NVLink between two H200 in one descriptor, 400 Gbit/s, PCIe 5 x16 one way. All that
+goes through pinned host memory is bound by PCIe first."""
+
+
+def programs_for(lanes: Iterable[str], curve: Mapping[int, float] = H200) -> int:
+    """The fewest programs that outrun the fastest of some lanes.
+
+    Args:
+        lanes: as `Agent.stats` names them: `cuda_ipc`, `rdma`, `pinned+tcp`, ...
+        curve: as for `fewest_programs`.
+    """
+    rates = [LANE_GB_S.get(lane.partition("+")[0], LANE_GB_S["pinned"]) for lane in lanes]
+    return fewest_programs(max(rates, default=LANE_GB_S["pinned"]), curve)

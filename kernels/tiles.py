@@ -31,8 +31,7 @@ NumPy, on addresses of this process: slow, for tests, and one launch at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +40,11 @@ import triton
 import triton.language as tl
 
 from rdma_kv.errors import ConfigError
+from rdma_kv.kernels.dispatch import INTERPRETED, PROGRAMS, Queue, check_device, check_programs, queue_of, start
 from rdma_kv.kernels.launch import Chunk
 from rdma_kv.kernels.tables import Line, Tables, Tile
 
-PROGRAMS = 16
-"""Programs of one launch unless told otherwise. They take at most as many multiprocessors, and leave the rest to the engine's
-compute. On an H200, 16 of them carry 580 GB/s of payload, more than any lane there; `programs` chooses for a lane."""
+__all__ = ["INTERPRETED", "PROGRAMS", "Shape", "Upload", "launch", "upload"]
 
 _LINE_AT = tl.constexpr(int(Tile.LINE_AT))
 _BASE = tl.constexpr(int(Tile.BASE))
@@ -105,6 +103,21 @@ ODD = Shape(1024, 32, 32)
 _ODD_PROGRAMS = 1056
 
 
+def best_shape(programs: int, *, tiles: int, planes: int, tile_words: int, odd: bool) -> Shape:
+    """Of so many programs that share so many tiles, of which `planes` begin a plane."""
+    if odd:
+        return ODD
+    if programs >= tiles * (tile_words // NARROW.words):
+        return NARROW
+    return WIDE if tiles >= 2 * max(programs, planes) else MIDDLE
+
+
+def bounded(programs: int, shape: Shape, *, tiles: int, tile_words: int, odd: bool) -> int:
+    """As many programs as have something to do, and no more than pay."""
+    pieces = tiles * (tile_words // min(shape.words, tile_words))
+    return min(programs, pieces, _ODD_PROGRAMS) if odd else min(programs, pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class Upload:
     """Tables on the device, as launches on `stream` read them; dropping it there and then is safe.
@@ -128,11 +141,7 @@ class Upload:
 
     def shape(self, programs: int) -> Shape:
         """The best of so many programs."""
-        if self.odd:
-            return ODD
-        if programs >= self.tiles * (self.tile_words // NARROW.words):
-            return NARROW
-        return WIDE if self.tiles >= 2 * max(programs, self.plane_tiles) else MIDDLE
+        return best_shape(programs, tiles=self.tiles, planes=self.plane_tiles, tile_words=self.tile_words, odd=self.odd)
 
     def start(self, *, scatter: bool, programs: int, shape: Shape | None = None) -> None:
         """Launch the kernel once: scatter, or gather. May be called again while the chunks' memory lasts.
@@ -142,14 +151,9 @@ class Upload:
             programs: of the grid; no more than there are pieces are started.
             shape: of a program, instead of the best.
         """
-        shape = shape or self.shape(programs)
-        words = min(shape.words, self.tile_words)
-        programs = min(programs, self.tiles * (self.tile_words // words), *((_ODD_PROGRAMS,) if self.odd else ()))
-        constants = {"scatter": scatter, "pooled": self.pooled, "tile_words": self.tile_words, "words": words}
-        options = {"num_warps": shape.warps} | ({"maxnreg": shape.registers} if shape.registers else {})
-        kernel = _move_odd if self.odd else _move
-        with on(self.table.device, self.stream):
-            kernel[(programs,)](self.table, **constants, **options)
+        queue = queue_of(self.table.device, self.stream)
+        with queue.feed.lock, queue.current(self.stream):
+            _start(self, self.table, queue, scatter=scatter, programs=programs, shape=shape or self.shape(programs))
 
 
 def upload(
@@ -159,10 +163,9 @@ def upload(
     stream: torch.cuda.Stream | None = None,
     tile_words: int | None = None,
 ) -> Upload | None:
-    """Send the tables of a launch to the device, in one copy on `stream`; does not wait for it.
+    """Send the tables of a launch to the device, in one copy on `stream`, to be launched any number of times.
 
-    Both their pinned and their device memory come from torch's caching allocators, which take each back once the stream
-    has passed it. So from the second launch of a size on, nothing is allocated from the driver.
+    `gather` and `scatter` do without an `Upload`: they have memory for the tables of one launch.
 
     Args:
         chunks: as for `gather`.
@@ -180,10 +183,9 @@ def upload(
     tables = Tables(chunks, TILE_WORDS if tile_words is None else tile_words)
     if not tables.tiles:
         return None
-    host = torch.empty(tables.size, dtype=torch.int64, pin_memory=not INTERPRETED)
-    tables.write(host.numpy())
-    with on(device, stream):
-        table = host.to(device, non_blocking=True)
+    queue = queue_of(device, stream)
+    with queue.feed.lock, queue.current(stream):
+        table = queue.feed.send(tables.size, tables.write, keep=True)
     return Upload(table, tables.tiles, tables.planes, tables.tile_words, tables.pooled, tables.odd, stream)
 
 
@@ -195,43 +197,77 @@ def launch(
     stream: torch.cuda.Stream | None,
     programs: int | None,
 ) -> None:
-    """One upload and one launch for all chunks, or neither if they have no bytes. See `gather` and `scatter`."""
-    if programs is not None and programs < 1:
-        raise ConfigError("programs", f"{programs} is not positive")
-    uploaded = upload(chunks, device=device, stream=stream)
-    if uploaded is not None:
-        uploaded.start(scatter=scatter, programs=PROGRAMS if programs is None else programs)
+    """One small copy and one launch for all chunks, or neither if they have no bytes. See `gather` and `scatter`."""
+    programs = check_programs(programs)
+    device = check_device(device, stream)
+    tables = Tables(chunks, TILE_WORDS)
+    if not tables.tiles:
+        return
+    queue = queue_of(device, stream)
+    shape = best_shape(programs, tiles=tables.tiles, planes=tables.planes, tile_words=tables.tile_words, odd=tables.odd)
+    with queue.feed.lock, queue.current(stream):
+        table = queue.feed.send(tables.size, tables.write)
+        _start(tables, table, queue, scatter=scatter, programs=programs, shape=shape)
 
 
-def check_device(device: torch.device | str, stream: torch.cuda.Stream | None) -> torch.device:
-    """Where a kernel is to run.
-
-    Raises:
-        ConfigError: kernels cannot run there, or the stream is another device's.
-    """
-    device = torch.device(device)
-    if device.type != ("cpu" if INTERPRETED else "cuda"):
-        why = "TRITON_INTERPRET was set" if INTERPRETED else "TRITON_INTERPRET was not set"
-        raise ConfigError("device", f"{device}, but {why} when the kernel was imported")
-    if stream is not None and device.index not in {None, stream.device.index}:
-        raise ConfigError("stream", f"is of {stream.device}, not {device}")
-    return device
-
-
-@contextmanager
-def on(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
-    """Make device and stream those that torch and Triton use in this thread."""
-    if device.type == "cuda":
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            yield
-    else:
-        yield
+def _start(
+    told: Tables | Upload, table: torch.Tensor, queue: Queue, *, scatter: bool, programs: int, shape: Shape
+) -> None:
+    start(
+        _move_odd if told.odd else _move,
+        bounded(programs, shape, tiles=told.tiles, tile_words=told.tile_words, odd=told.odd),
+        (table,),
+        (scatter, told.pooled, told.tile_words, min(shape.words, told.tile_words)),
+        warps=shape.warps,
+        registers=shape.registers,
+        queue=queue,
+    )
 
 
 @_jit
 def _quotient(near: tl.tensor, factor: tl.tensor) -> tl.tensor:
     """Each int32 of `near` by the divisor whose factor this is."""
     return tl.umulhi(near.to(tl.uint32) * 2, factor).to(tl.int32)
+
+
+@_jit
+def _turns(record: tl.tensor, line: tl.tensor, lane: tl.tensor) -> tuple[tl.tensor, ...]:
+    """For each lane of a tile, from the tile's first word: on which head it is, how many tokens and rows it has gone on, its
+    word in the row, and whether it has work at all."""
+    word = tl.load(record + _WORD).to(tl.int32)
+    head = tl.load(record + _HEAD).to(tl.int32)
+    heads = tl.load(line + _HEADS).to(tl.int32)
+    mask = lane < tl.load(record + _WORDS).to(tl.int32)
+
+    near = tl.maximum(word - tl.load(line + _ROW_CUT).to(tl.int32), 0) + lane
+    rows = _quotient(near, tl.load(line + _ROW_FACTOR).to(tl.uint32))
+    near = tl.maximum(head - tl.load(line + _HEAD_CUT).to(tl.int32), 0) + rows
+    tokens = _quotient(near, tl.load(line + _HEAD_FACTOR).to(tl.uint32))
+    word_in_row = word + lane - rows * tl.load(line + _ROW_WORDS).to(tl.int32)
+    return head + rows - tokens * heads, tokens, rows, word_in_row, mask
+
+
+@_jit
+def _row(
+    table: tl.tensor,
+    record: tl.tensor,
+    line: tl.tensor,
+    head: tl.tensor,
+    tokens: tl.tensor,
+    mask: tl.tensor,
+    pooled: tl.constexpr,
+) -> tl.tensor:
+    """The address of each lane's row in the paged form, within one plane."""
+    row = tl.load(table + tl.load(record + _OFFSET_AT) + tokens, mask=mask, other=0)
+    row += head.to(tl.int64) * tl.load(line + _HEAD_STRIDE)
+    base = tl.load(record + _BASE)
+    if pooled:
+        pools = table.to(tl.pointer_type(tl.int32)) + tl.load(record + _POOL_AT)
+        pool = tl.load(pools + tokens, mask=mask, other=0)
+        row += tl.load(table + base + pool * tl.load(line + _PLANES).to(tl.int32), mask=mask, other=0)
+    else:
+        row += base
+    return row
 
 
 @_jit
@@ -242,27 +278,8 @@ def _place(
     first, its word in that row, and whether it has work at all. Then the places of the tile and of its chunk's line."""
     record = table + tiles_at + tile.to(tl.int64) * _TILE_FIELDS
     line = table + tl.load(record + _LINE_AT)
-    word = tl.load(record + _WORD).to(tl.int32)
-    head = tl.load(record + _HEAD).to(tl.int32)
-    heads = tl.load(line + _HEADS).to(tl.int32)
-    mask = lane < tl.load(record + _WORDS).to(tl.int32)
-
-    near = tl.maximum(word - tl.load(line + _ROW_CUT).to(tl.int32), 0) + lane
-    rows = _quotient(near, tl.load(line + _ROW_FACTOR).to(tl.uint32))
-    near = tl.maximum(head - tl.load(line + _HEAD_CUT).to(tl.int32), 0) + rows
-    tokens = _quotient(near, tl.load(line + _HEAD_FACTOR).to(tl.uint32))
-
-    row = tl.load(table + tl.load(record + _OFFSET_AT) + tokens, mask=mask, other=0)
-    row += (head + rows - tokens * heads).to(tl.int64) * tl.load(line + _HEAD_STRIDE)
-    base = tl.load(record + _BASE)
-    if pooled:
-        pools = table.to(tl.pointer_type(tl.int32)) + tl.load(record + _POOL_AT)
-        pool = tl.load(pools + tokens, mask=mask, other=0)
-        row += tl.load(table + base + pool * tl.load(line + _PLANES).to(tl.int32), mask=mask, other=0)
-    else:
-        row += base
-    word_in_row = word + lane - rows * tl.load(line + _ROW_WORDS).to(tl.int32)
-    return row, rows, word_in_row, mask, record, line
+    head, tokens, rows, word_in_row, mask = _turns(record, line, lane)
+    return _row(table, record, line, head, tokens, mask, pooled), rows, word_in_row, mask, record, line
 
 
 @_jit
@@ -360,6 +377,18 @@ def _shifted(
 
 
 @_jit
+def _copy(
+    source: tl.tensor, target: tl.tensor, row_bytes: tl.tensor, word: tl.tensor, mask: tl.tensor, grain: tl.tensor
+) -> None:
+    """Copy words of rows between addresses of that grain, int64 `[tile_words]`."""
+    if grain == 16:
+        bytes_in_row = word.to(tl.int64) * 16
+        _write(target + bytes_in_row, _read(source + bytes_in_row, mask), mask)
+    else:
+        _shifted(source, target, row_bytes, word, mask, grain)
+
+
+@_jit
 def _move_odd(
     table: tl.tensor, scatter: tl.constexpr, pooled: tl.constexpr, tile_words: tl.constexpr, words: tl.constexpr
 ) -> None:
@@ -374,17 +403,8 @@ def _move_odd(
         row_bytes = tl.load(line + _ROW_BYTES)
         packed = tl.load(record + _PACKED) + rows.to(tl.int64) * row_bytes
         grain = tl.load(line + _GRAIN_BYTES)
-        if grain == 16:
-            bytes_in_row = word.to(tl.int64) * 16
-            if scatter:
-                _write(paged + bytes_in_row, _read(packed + bytes_in_row, mask), mask)
-            else:
-                _write(packed + bytes_in_row, _read(paged + bytes_in_row, mask), mask)
-        elif scatter:
-            _shifted(packed, paged, row_bytes, word, mask, grain)
+        if scatter:
+            _copy(packed, paged, row_bytes, word, mask, grain)
         else:
-            _shifted(paged, packed, row_bytes, word, mask, grain)
+            _copy(paged, packed, row_bytes, word, mask, grain)
         piece += tl.num_programs(0)
-
-
-INTERPRETED = not isinstance(_move, triton.JITFunction)  # as decided by TRITON_INTERPRET at import

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rdma_kv.agent import Agent
-    from rdma_kv.config import Limits, StagingConfig, Timeouts
+    from rdma_kv.config import GpuConfig, Limits, StagingConfig, Timeouts
     from rdma_kv.errors import (
         ChecksumError,
         ClosedError,
@@ -59,6 +59,7 @@ __all__ = [
     "EngineRecord",
     "ErrorCode",
     "FenceUnsupported",
+    "GpuConfig",
     "IncompatiblePeerError",
     "Interval",
     "KvLayout",
@@ -99,7 +100,7 @@ __all__ = [
 
 _HOMES = {
     "rdma_kv.agent": ("Agent",),
-    "rdma_kv.config": ("Limits", "StagingConfig", "Timeouts"),
+    "rdma_kv.config": ("GpuConfig", "Limits", "StagingConfig", "Timeouts"),
     "rdma_kv.layout": ("KvLayout", "Origin"),
     "rdma_kv.planner": ("Move", "Route"),
     "rdma_kv.registry.static": ("AgentRecord", "EngineRecord", "StaticRegistry", "dump_registry", "parse_registry"),

@@ -11,12 +11,13 @@ import asyncio
 import logging
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from rdma_kv.config import MAX_TIMEOUT_S
+from rdma_kv.calls import CallChecks, Tokens, check_destination, sources_of
 from rdma_kv.deaths import own_process
+from rdma_kv.engine_side import EngineSide
 from rdma_kv.errors import (
     ClosedError,
     ConfigError,
@@ -26,7 +27,8 @@ from rdma_kv.errors import (
     TransferAborted,
 )
 from rdma_kv.kernels.checksum import ALGORITHM
-from rdma_kv.layout import KvLayout
+from rdma_kv.layout import Int64Array, KvLayout
+from rdma_kv.memory import locate_all
 from rdma_kv.messages import Done, Expect, Offer
 from rdma_kv.mover import Mover
 from rdma_kv.packer import Packer
@@ -37,7 +39,7 @@ from rdma_kv.receiving import Received, Receiving
 from rdma_kv.registry.static import is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
 from rdma_kv.sending import Sending
-from rdma_kv.session import AgentConfig, Call, Shell, TokenRange, interval
+from rdma_kv.session import AgentConfig, Call, Shell, check_event
 from rdma_kv.transport.named import AUTO, TransportMaker, offer
 from rdma_kv.transport.planes import Planes
 from rdma_kv.types import Interval, Owned, ReplicaId, Role
@@ -46,8 +48,6 @@ logger = logging.getLogger(__name__)
 
 _TELL_S = 1.0
 """How long a closing agent waits at most for peers to be told that its transfers have failed."""
-
-Tokens = int | TokenRange | Mapping[str, TokenRange]
 
 
 class Agent:
@@ -58,6 +58,7 @@ class Agent:
         registry: where the others are.
         transport: `auto`: the best data plane that this installation and the peer have, link by link; the name of one,
             `ucx` or `nixl`, which peers must have too; or what makes one from the agent's incarnation name.
+        engine: the process that holds the pools, if it is another one; for the sidecar.
 
     Raises:
         ConfigError: field `transport`: unknown, or nothing that `auto` could use is installed.
@@ -70,18 +71,37 @@ class Agent:
         ...         out.metadata["first_token"] = token
     """
 
-    def __init__(self, config: AgentConfig, registry: Registry, *, transport: str | TransportMaker = AUTO) -> None:
+    def __init__(
+        self,
+        config: AgentConfig,
+        registry: Registry,
+        *,
+        transport: str | TransportMaker = AUTO,
+        engine: EngineSide | None = None,
+    ) -> None:
         self.config = config
         self._incarnation = os.urandom(16)
         self.name = f"{config.id}#{self._incarnation.hex()[:12]}"
         self.address: tuple[str, int] = ("", 0)
         timeouts, limits = config.timeouts, config.limits
         self._planes = Planes(self.name, offer(transport, self.name))
-        packer = Packer(config.role, config.model, config.topology, config.owns)
+        packer = Packer(
+            config.role, config.model, config.topology, config.owns, gpu=config.gpu, kernels=engine.kernels if engine else None
+        )
         rendezvous = Rendezvous(config.role, self._check_first, self._fail_session, timeouts=timeouts, limits=limits)
-        mover = Mover(config.role, self._planes, packer, rendezvous, staging=config.staging, timeouts=timeouts)
+        mover = Mover(
+            config.role,
+            self._planes,
+            packer,
+            rendezvous,
+            staging=config.staging,
+            timeouts=timeouts,
+            gpu=config.gpu,
+            engine=engine,
+        )
         links = Links(self._identity, registry, mover, timeouts=timeouts, limits=limits)
         self._shell = Shell(config, registry, packer, mover, links, rendezvous)
+        self._checks = CallChecks(config, packer)
         self._pools_ready = asyncio.Event()
         self._state = "new"
 
@@ -90,18 +110,26 @@ class Agent:
     async def start(self) -> None:
         """Bind the control plane. Where only one transport is offered, start it and register the staging memory there.
 
+        On a GPU this also gets kernels, memory and all transports ready, which takes some seconds.
+
         Raises:
-            ConfigError: the address cannot be bound, or the only transport is not installed.
+            ConfigError: the address cannot be bound, the only transport is not installed, or the GPU cannot be used.
+            RegistrationError: the GPU has not enough memory.
             TransportError: the only transport cannot be set up.
         """
         if self._state != "new":
             raise LocalProtocolError("an agent starts once")
         self._state = "open"
+        await self._shell.packer.start()
         await self._shell.mover.start()
         host, port = parse_address(self.config.listen)
         self.address = await self._shell.links.start(host, port)
         if not is_loopback(host):
-            logger.warning("the control stream on %s is plaintext and without authentication", self.config.listen)
+            logger.warning(
+                "the control stream on %s:%d is plaintext and without authentication: let a firewall keep all but the hosts "
+                "of this cluster from it, or listen on an address that only those reach",
+                *self.address,
+            )
 
     async def close(self) -> None:
         """End everything: running transfers fail on both sides, memory is settled as far as it can be. Idempotent."""
@@ -109,9 +137,7 @@ class Agent:
             return
         self._state = "closed"
         shell = self._shell
-        shell.closed = True
-        for session in list(shell.sessions):
-            session.fail(ClosedError("the agent is closing"))
+        self.abort(ClosedError("the agent is closing"))
         try:  # a data plane that cannot be closed, or a caller that waits no longer, must not leave links up
             await shell.mover.close()
         finally:
@@ -121,7 +147,13 @@ class Agent:
                 shell.rendezvous.close()
             finally:
                 await shell.links.close()
-                shell.packer.close()
+                await shell.mover.free(kernels_ended=await shell.packer.close())
+
+    def abort(self, error: RdmaKvError) -> None:
+        """Fail all that is under way, for a reason that all participants are told. Nothing begins any more: `close` it."""
+        self._shell.closed = True
+        for session in list(self._shell.sessions):
+            session.fail(error)
 
     async def __aenter__(self) -> Self:
         try:
@@ -149,15 +181,38 @@ class Agent:
 
         Args:
             layout: strides of the pool.
-            memory: one buffer, or a list in the layout's buffer order (arrays or CPU tensors, contiguous, writable). It
-                stays the engine's, and must stay mapped until the agent is closed.
+            memory: one buffer, or a list in the layout's buffer order (arrays or CPU tensors, contiguous, writable; tensors
+                on the GPU of `AgentConfig.gpu`). It stays the engine's, and must stay mapped until the agent is closed.
             component: may be left out where the model has one.
 
         Raises:
             ConfigError: names the field that does not fit.
         """
         self._check_open()
-        self._shell.packer.register(self._component_name(component), layout, memory, Owned(replica, rank))
+        name = self._checks.component_name(component)
+        device = None if self.config.gpu is None else self.config.gpu.device
+        addresses, sizes = locate_all("memory", memory, device=device)
+        self.register_pool_at(layout, addresses, sizes, replica=replica, rank=rank, component=name, memory=memory)
+
+    def register_pool_at(
+        self,
+        layout: KvLayout,
+        addresses: Int64Array,
+        sizes: Int64Array,
+        *,
+        replica: int,
+        rank: int,
+        component: str,
+        memory: Any = None,  # noqa: ANN401
+    ) -> None:
+        """As `register_pool`, for the sidecar: of memory in the process where the kernels run.
+
+        Args:
+            addresses, sizes: int64 `[buffers]`, as that process sees them.
+            memory: kept alive.
+        """
+        self._check_open()
+        self._shell.packer.register_at(component, layout, addresses, sizes, Owned(replica, rank), memory)
         try:
             self._shell.packer.check_complete()
         except ConfigError:
@@ -195,9 +250,8 @@ class Agent:
             ConfigError: a value that cannot be right.
             LocalProtocolError: not a prefill agent, or this key is being sent there already.
         """
-        if to is not None and not isinstance(to, ReplicaId):
-            raise ConfigError("to", f"{to!r} is not a ReplicaId(engine, index)")
-        available, announced = self._ranges(tokens)
+        check_destination(to)
+        available, announced = self._checks.ranges(tokens)
         call = self._call(Role.PREFILL, key, replica, attempt, timeout_s, pages, available)
         return Sending(self._shell, call, to, available, announced)
 
@@ -211,6 +265,7 @@ class Agent:
         source: ReplicaId | Sequence[ReplicaId] | None = None,
         attempt: int = 0,
         timeout_s: float | None = None,
+        after: Any = None,  # noqa: ANN401 - a CUDA event
     ) -> Received:
         """Receive a request's KV into all ranks that this agent owns of `replica`.
 
@@ -221,25 +276,30 @@ class Agent:
                 it.
             tokens: positions wanted; `(start, n)` leaves a prefix of `start` tokens alone.
             source: the prefill replica, or several of which the first that offers the key is taken; None for any.
+            after: with pools on a GPU, a CUDA event before which no page is written: kernels that were queued before it was
+                recorded may still use the pages.
 
         Raises:
             ConfigError: a value that cannot be right.
             LocalProtocolError: not a decode agent, or this key is being received from there already.
             PeerError, TransferError, TransportError: it failed; all participants have been told.
         """
-        wanted, _ = self._ranges(tokens)
+        wanted, _ = self._checks.ranges(tokens)
         call = self._call(Role.DECODE, key, replica, attempt, timeout_s, pages, wanted)
-        sources = (source,) if isinstance(source, ReplicaId) else tuple(source or ())
-        if not all(isinstance(each, ReplicaId) for each in sources):
-            raise ConfigError("source", f"{source!r} is not a ReplicaId(engine, index), nor a list of such")
-        return await Receiving(self._shell, call, sources, wanted).run()
+        sources = sources_of(source)
+        if after is not None:
+            check_event("after", after, config=self.config)
+        return await Receiving(self._shell, call, sources, wanted, () if after is None else (after,)).run()
 
     def stats(self) -> dict[str, Any]:
         """Counts for tests and operators: slots, transfers, tasks, transports, links, launches."""
         shell = self._shell
         gathers, scatters = shell.packer.launches
+        mover = shell.mover.stats()
         return {
-            **shell.mover.stats(),
+            **mover,
+            "counters": {**mover["counters"], **shell.links.counters},
+            "ungreeted": shell.links.ungreeted,
             "links": len(shell.links.peers),
             "link_transports": {peer.name: peer.transport for peer in shell.links.peers},
             "suspects": sorted(peer.name for peer in shell.links.peers if peer.suspect),
@@ -271,6 +331,8 @@ class Agent:
             math.ceil(config.timeouts.lease * 1000),
             own_process(),
             ALGORITHM if config.checksum else "",
+            self._planes.devices,
+            config.gpu.direct if config.gpu is not None else (),
         )
 
     def _check_first(self, peer: Peer, message: Offer | Expect) -> RdmaKvError | None:
@@ -318,52 +380,5 @@ class Agent:
     ) -> Call:
         """Check what `send` and `receive` have in common."""
         self._check_open()
-        config = self.config
-        if config.role is not role:
-            verb = "send" if role is Role.PREFILL else "receive"
-            raise LocalProtocolError(f"{verb} belongs to a {role.value} agent; this one is {config.role.value}")
-        if not isinstance(key, str) or not 1 <= len(key) <= 512 or not _is_unicode(key):
-            raise ConfigError("key", "must be a string of 1 to 512 Unicode characters")
-        if not isinstance(attempt, int) or not 0 <= attempt < 1 << 31:
-            raise ConfigError("attempt", f"{attempt!r} is not a small non-negative number")
-        if not isinstance(replica, int):
-            raise ConfigError("replica", f"{replica!r} is not a whole number")
-        config.topology.check_replica(replica)
-        if all(owned.replica != replica for owned in config.owns):
-            raise ConfigError("replica", f"{replica} has no rank on this agent, which owns {list(config.ranks)}")
-        timeout_s = config.timeouts.transfer if timeout_s is None else timeout_s
-        if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ConfigError("timeout_s", f"{timeout_s} s; more than 0 and at most {MAX_TIMEOUT_S:.0f} s are possible")
-        self._shell.packer.check_complete()
-        tables = self._shell.packer.page_tables(replica, pages, [span.end for span in spans])
-        return Call(key, replica, attempt, tables, timeout_s)
-
-    def _component_name(self, name: str | None) -> str:
-        components = self.config.model.components
-        if name is None:
-            if len(components) > 1:
-                raise ConfigError("component", f"the model has {[c.name for c in components]}; say which")
-            return components[0].name
-        return name
-
-    def _ranges(self, tokens: Tokens) -> tuple[tuple[Interval, ...], Interval]:
-        """Range per component, in what it counts (a mapping says that itself); and all of them in tokens."""
-        components = self.config.model.components
-        if not isinstance(tokens, Mapping):
-            span = interval("tokens", (0, tokens) if isinstance(tokens, int) else tokens)
-            return tuple(component.units(span, last=True) for component in components), span
-        if unknown := set(tokens) - {component.name for component in components}:
-            raise ConfigError("tokens", f"names {sorted(unknown)}, which the model does not have")
-        default = (0, 0)
-        ranges = tuple(interval("tokens", tokens.get(component.name, default)) for component in components)
-        spans = [
-            Interval(span.start * (part.opaque_page_tokens or 1), span.end * (part.opaque_page_tokens or 1))
-            for span, part in zip(ranges, components, strict=True)
-            if part.has_tokens and span.size
-        ]
-        return ranges, Interval(min((s.start for s in spans), default=0), max((s.end for s in spans), default=0))
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether the text can be written as UTF-8: a lone surrogate cannot."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+        timeout_s = self.config.timeouts.transfer if timeout_s is None else timeout_s
+        return self._checks.call(role, key, replica, attempt, timeout_s, pages, spans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from rdma_kv.errors import ConfigError
@@ -11,6 +12,16 @@ MAX_TIMEOUT_S = 7 * 24 * 3600.0
 
 MIN_HEARTBEAT_S = 0.01
 """A hundred a second and peer; more would be load, not a sign of life."""
+
+MIN_HELLO_BYTES = 1024
+"""Less, and the HELLO of a small model would not fit."""
+
+MAX_HELLO_BYTES = 1 << 20
+"""No frame is longer, before or after the handshake; `messages.MAX_FRAME_BYTES`."""
+
+
+DIRECT_LANES = ("cuda_ipc", "rdma")
+"""Over which memory of a GPU may be written by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +95,65 @@ class StagingConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GpuConfig:
+    """The GPU whose memory holds an agent's pools.
+
+    Attributes:
+        device: CUDA ordinal, as this process counts.
+        programs: of one gather or scatter launch, and so at most as many multiprocessors; None chooses the fewest that
+            outrun the lanes in use. See `kernels.programs`.
+        stream_priority: of the streams that kernels and copies run on; lower runs first, 0 is that of other streams.
+        direct: lanes over which staging on the GPU itself is used, where both sides name the lane: `cuda_ipc` between
+            processes of one host, `rdma` where GPUDirect RDMA is set up (untested). To all other peers KV goes through
+            pinned host memory; with none, to all.
+    """
+
+    device: int
+    programs: int | None = None
+    stream_priority: int = 0
+    direct: tuple[str, ...] = ("cuda_ipc",)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.device < 1024:
+            raise ConfigError("gpu.device", f"{self.device!r} is no CUDA ordinal")
+        if self.programs is not None and not 1 <= self.programs < 1 << 31:
+            raise ConfigError("gpu.programs", f"{self.programs}; at least 1, or None for an automatic choice")
+        for lane in self.direct:
+            if lane not in DIRECT_LANES:
+                raise ConfigError("gpu.direct", f"{lane!r}; use {' or '.join(DIRECT_LANES)}")
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """Bounds on what peers can make an agent keep.
 
     Attributes:
         unmatched_per_peer: OFFERs and EXPECTs that wait for their counterpart.
         send_buffer_bytes: control bytes that wait for one peer; beyond it the link is given up.
+        hello_bytes: the first frame of a connection, while it comes from anybody. A HELLO of one component and 8 ranks has
+            less than 1 KiB, and a rank takes at most 7 bytes: 64 KiB are enough for 9,000 ranks in one agent.
+        ungreeted: connections that have come in and whose HELLO has not; as many again from addresses that we know. See
+            `protocol.border`.
+        ungreeted_per_address: of these, from one address.
+        handshakes_per_s: HELLOs of one address that are read in the long run; more are closed unread.
+        handshake_burst: so many are read at once, after a quiet time.
     """
 
     unmatched_per_peer: int = 1024
     send_buffer_bytes: int = 16 << 20
+    hello_bytes: int = 64 << 10
+    ungreeted: int = 128
+    ungreeted_per_address: int = 32
+    handshakes_per_s: float = 50.0
+    handshake_burst: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("unmatched_per_peer", "send_buffer_bytes"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"limits.{name}", f"{getattr(self, name)} is not positive")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not 0 < value < math.inf or (value < 1 and field.name != "handshakes_per_s"):
+                raise ConfigError(f"limits.{field.name}", f"{value} must be positive, and finite")
+        if not MIN_HELLO_BYTES <= self.hello_bytes <= MAX_HELLO_BYTES:
+            text = (
+                f"{self.hello_bytes}; from {MIN_HELLO_BYTES} up to {MAX_HELLO_BYTES} bytes, a whole frame, are possible"
+            )
+            raise ConfigError("limits.hello_bytes", text)

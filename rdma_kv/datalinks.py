@@ -19,7 +19,6 @@ from rdma_kv.staging import Staging
 from rdma_kv.transport.base import Endpoint
 from rdma_kv.transport.outcomes import succeeded
 from rdma_kv.transport.planes import Planes
-from rdma_kv.types import Region
 
 _LINGER_S: Final = 0.1
 """Of listening. Each change of mind costs a message, and with NIXL polling meanwhile costs little."""
@@ -78,16 +77,16 @@ class DataLinks:
         try:
             while peer.regions is not None and peer.regions is not connected:
                 connected = peer.regions
-                peer.endpoint, _ = await self._endpoint(peer)
+                peer.endpoint = await self._endpoint(peer)
                 await peer.endpoint.connect(connected.metadata)
         except RdmaKvError as exc:
             peer.unwritable = exc
 
-    async def _endpoint(self, peer: Peer) -> tuple[Endpoint, Region]:
-        """The data link to a peer, and our staging there; a link before it to the same incarnation has ended first."""
+    async def _endpoint(self, peer: Peer) -> Endpoint:
+        """The data link to a peer; a link before it to the same incarnation has ended first."""
         await self._former_ended(peer.name)
         plane = await self._planes.plane(peer.transport)
-        return plane.transport.endpoint(peer.name), plane.staging
+        return plane.transport.endpoint(peer.name)
 
     # --- our staging ---------------------------------------------------------------------------------------------------
 
@@ -110,9 +109,12 @@ class DataLinks:
                 task.cancel()
 
     async def _export(self, peer: Peer) -> None:
-        peer.endpoint, region = await self._endpoint(peer)
+        peer.endpoint = await self._endpoint(peer)
         peer.endpoint.on_notification(lambda body: self._on_notification(peer, body))
-        segments = [(each.memory.address, each.num_slots, region.device) for each in self._staging.segments]
+        segments = []
+        for each in self._staging.segments:
+            place = each.region(on_device=peer.device_staging)
+            segments.append((place.address, each.num_slots, place.device))
         metadata = await peer.endpoint.metadata()  # of at least these segments: they are registered before they count
         peer.send(Regions(segments, self._staging.slot_bytes, metadata))
 
@@ -171,6 +173,8 @@ def check_regions(peer: Peer, message: Regions) -> None:
         problem = f"{message.num_slots} slots; at most {MAX_SLOTS}"
     elif message.slot_bytes < peer.identity.slot_bytes:
         problem = f"slots of {message.slot_bytes} bytes; HELLO said {peer.identity.slot_bytes}"
+    elif any(bool(device) != peer.device_staging for _, _, device in message.segments):
+        problem = f"memory that is {'not ' if peer.device_staging else ''}on a GPU; by the HELLOs it is otherwise"
     elif any(first[1] > second[0] for first, second in pairwise(spans)):
         problem = "segments that overlap"
     elif before is not None and (

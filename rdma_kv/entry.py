@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.peer import Peer
-from rdma_kv.planner import PageTables
+from rdma_kv.planner import Box, PageTables
 from rdma_kv.protocol.incoming import IncomingTransfer
 from rdma_kv.protocol.outgoing import OutgoingTransfer
+from rdma_kv.types import Interval
+
+
+class Ready(NamedTuple):
+    """A CUDA event that makes a part of the pages ready: layers (positions in the component) and token positions."""
+
+    component: int
+    layers: Interval
+    tokens: Interval
+    event: Any
 
 
 @dataclass
@@ -26,6 +37,8 @@ class Entry:
     """One transfer on one link, with what the shell needs to serve it.
 
     Attributes:
+        events: of pages whose kernels may still run; those that have fired are dropped.
+        always: events that every box waits for.
         failed: resolved with the error when the transfer fails, while kernels may still touch the caller's pages.
         outcome: resolved once, when the caller's pages are no longer touched: None or the error.
     """
@@ -39,3 +52,19 @@ class Entry:
     writes: set[asyncio.Task[None]] = field(default_factory=set)
     timer: asyncio.TimerHandle | None = None
     timer_at: float | None = None
+    events: list[Ready] = field(default_factory=list)
+    always: tuple[Any, ...] = ()
+
+    def after(self, box: Box) -> tuple[Any, ...]:
+        """The CUDA events that have not fired yet, and that a launch of the box must wait for."""
+        if not self.events and not self.always:
+            return ()
+        self.events = [each for each in self.events if not each.event.query()]
+        self.always = tuple(event for event in self.always if not event.query())
+        component = self.machine.plan.move(box.move).component
+        found = {
+            id(each.event): each.event
+            for each in self.events
+            if each.component == component and (each.layers & box.layers).size and (each.tokens & box.tokens).size
+        }
+        return (*self.always, *found.values())

@@ -7,6 +7,10 @@ reaches the peer: there it is the `cause` of a TransferAborted (or, where both s
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
+
+DEVICE_MEMORY: Final = "device-memory"
+"""`RegistrationError.status` of all refusals that concern memory of a GPU."""
 
 
 class ErrorCode(IntEnum):
@@ -27,6 +31,7 @@ class ErrorCode(IntEnum):
     CLOSED = 13
     FENCE_UNSUPPORTED = 14
     CHECKSUM = 15
+    SIDECAR_LOST = 16
 
 
 class RdmaKvError(Exception):
@@ -102,6 +107,21 @@ class PeerLostError(PeerError):
 
     code = ErrorCode.PEER_LOST
     retryable = True
+
+
+class SidecarLostError(RdmaKvError):
+    """An engine and its sidecar have lost each other: one of them has ended or is about to, or does not answer.
+
+    The client reconnects by itself. `where` names who was lost, on the engine's side by the sidecar's socket.
+    """
+
+    code = ErrorCode.SIDECAR_LOST
+    retryable = True
+
+    def __init__(self, where: str, message: str) -> None:
+        super().__init__(f"{where}: {message}")
+        self.where = where
+        self.message = message
 
 
 class TransportError(RdmaKvError):

@@ -76,12 +76,12 @@ class Growth:
 
     async def _add(self, count: int) -> None:
         try:
-            segment = self._staging.make(count)
-        except OSError as exc:
+            segment = await self._staging.make(count)
+        except (OSError, RdmaKvError) as exc:
             self._end(exc)
             return
         try:
-            await self._planes.add(segment.memory.address, segment.memory.length_bytes)
+            await self._planes.add(self._staging.regions(segment))
         except RdmaKvError as exc:
             self._refused = segment
             self._end(exc)

@@ -1,4 +1,4 @@
-"""Host memory: where a buffer lies, and page-aligned memory of our own for staging."""
+"""Where a buffer lies, and page-aligned host memory of our own for staging. Memory of GPUs of our own is in `cuda`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ class HostMemory:
             self._map.madvise(_MADV_WIPEONFORK)
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.view: ByteArray = np.frombuffer(self._map, dtype=np.uint8)
+        self._use(self._map, length_bytes)
+
+    def _use(self, mapped: mmap.mmap, length_bytes: int) -> None:
+        self.view: ByteArray = np.frombuffer(mapped, dtype=np.uint8)
         self.address = int(self.view.ctypes.data)
         self.length_bytes = length_bytes
 
@@ -62,11 +65,41 @@ class HostMemory:
             ConfigError: not whole pages of this memory; nothing has changed.
             OSError: the system refused; nothing has changed.
         """
+        self.check_pages(offset_bytes, length_bytes)
+        make_inaccessible(self.address + offset_bytes, length_bytes)
+
+    def check_pages(self, offset_bytes: int, length_bytes: int) -> None:
+        """Raises ConfigError where a range is not whole pages of this memory."""
         if offset_bytes % PAGE_BYTES or length_bytes % PAGE_BYTES or length_bytes <= 0 or offset_bytes < 0:
             raise ConfigError("retire", f"+{offset_bytes}, {length_bytes} bytes: whole pages of {PAGE_BYTES} only")
         if offset_bytes + length_bytes > self.length_bytes:
             raise ConfigError("retire", f"+{offset_bytes}, {length_bytes} bytes lie outside of {self.length_bytes}")
-        make_inaccessible(self.address + offset_bytes, length_bytes)
+
+
+class SharedMemory(HostMemory):
+    """Host memory that another process maps too: it is a file without a name, of which `fd` is sent there.
+
+    Attributes:
+        fd: file descriptor of it, open as long as this object lives, or until `close_fd`.
+    """
+
+    def __init__(self, length_bytes: int) -> None:
+        self.fd = os.memfd_create("rdma-kv-staging", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, length_bytes)
+        self._map = mmap.mmap(self.fd, length_bytes, flags=mmap.MAP_SHARED)
+        self._use(self._map, length_bytes)
+
+    def retire(self, offset_bytes: int, length_bytes: int) -> None:
+        """As `HostMemory.retire`; the other process finds zeros there, and writes what nobody reads."""
+        self.check_pages(offset_bytes, length_bytes)
+        self._map.madvise(mmap.MADV_REMOVE, offset_bytes, length_bytes)
+        super().retire(offset_bytes, length_bytes)
+
+    def close_fd(self) -> None:
+        """Idempotent. The mappings stay."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 def make_inaccessible(address: int, length_bytes: int) -> None:
@@ -85,18 +118,26 @@ def make_inaccessible(address: int, length_bytes: int) -> None:
         raise OSError(code, f"an inaccessible mapping was refused: {os.strerror(code)}")
 
 
-def locate(field: str, buffer: Any) -> tuple[int, int]:  # noqa: ANN401 - anything that exposes memory
-    """(address, bytes) of a C-contiguous NumPy array, a CPU torch tensor, or anything with the buffer protocol.
+def locate(field: str, buffer: Any, *, device: int | None = None) -> tuple[int, int]:  # noqa: ANN401 - exposes memory
+    """(address, bytes) of a C-contiguous NumPy array, a torch tensor, or anything with the buffer protocol.
+
+    Args:
+        device: CUDA ordinal of the GPU where it must lie; None is host memory.
 
     Raises:
-        ConfigError: not contiguous, read-only, Python objects, or not host memory.
+        ConfigError: not contiguous, read-only, Python objects, or not where it must lie.
     """
     if hasattr(buffer, "data_ptr"):
-        if buffer.device.type != "cpu":
-            raise ConfigError(field, f"is on {buffer.device}; only host memory can be registered so far")
+        place = buffer.device
+        if device is None and place.type != "cpu":
+            raise ConfigError(field, f"is on {place}, and the agent's pools are in host memory; set AgentConfig.gpu")
+        if device is not None and (place.type != "cuda" or place.index != device):
+            raise ConfigError(field, f"is on {place}, and the agent's pools are on cuda:{device} (AgentConfig.gpu)")
         if not buffer.is_contiguous():
             raise ConfigError(field, "is not contiguous")
         return int(buffer.data_ptr()), int(buffer.numel() * buffer.element_size())
+    if device is not None:
+        raise ConfigError(field, f"is in host memory, and the agent's pools are on cuda:{device} (AgentConfig.gpu)")
     try:
         array = buffer if isinstance(buffer, np.ndarray) else np.frombuffer(buffer, dtype=np.uint8)
     except BufferError as exc:
@@ -112,9 +153,9 @@ def locate(field: str, buffer: Any) -> tuple[int, int]:  # noqa: ANN401 - anythi
     return int(array.ctypes.data), int(array.nbytes)
 
 
-def locate_all(field: str, memory: Any) -> tuple[Int64Array, Int64Array]:  # noqa: ANN401 - a buffer or several
-    """Addresses and sizes, int64 `[buffers]`, of one buffer or a list of buffers."""
+def locate_all(field: str, memory: Any, *, device: int | None = None) -> tuple[Int64Array, Int64Array]:  # noqa: ANN401
+    """Addresses and sizes, int64 `[buffers]`, of one buffer or a list of buffers. See `locate`."""
     buffers: Sequence[Any] = memory if isinstance(memory, (list, tuple)) else [memory]
-    found = [locate(f"{field}[{number}]", buffer) for number, buffer in enumerate(buffers)]
+    found = [locate(f"{field}[{number}]", buffer, device=device) for number, buffer in enumerate(buffers)]
     table = np.array(found, dtype=np.int64).reshape(-1, 2)
     return table[:, 0], table[:, 1]

@@ -94,6 +94,9 @@ class Hello(Message, frozen=True, tag="hello"):
         pid, started: of my process, in that namespace: its number, and when it started, in the kernel's clock ticks
             since boot. Together they name one process life. 0 where unknown.
         checksum: algorithm of the checksum that every chunk carries; empty for none. Both sides must name the same.
+        device_transports: those of `transports` that can write staging of mine that lies on a GPU.
+        device_lanes: over which I would have it written there. Where both sides have a transport and a lane that leads from
+            one to the other, staging of a link is on the GPUs; else it is in host memory.
     """
 
     version: Index
@@ -115,6 +118,8 @@ class Hello(Message, frozen=True, tag="hello"):
     pid: Index
     started: Size
     checksum: Annotated[str, Meta(max_length=256)] = ""
+    device_transports: Annotated[list[Name], Meta(max_length=MAX_TRANSPORTS)] = []
+    device_lanes: Annotated[list[Name], Meta(max_length=MAX_TRANSPORTS)] = []
 
 
 class Regions(Message, frozen=True, tag="regions"):
@@ -124,7 +129,8 @@ class Regions(Message, frozen=True, tag="regions"):
     segments of the one before.
 
     Attributes:
-        segments: (address, number of slots, device) of each piece of memory, in the order of the slots' numbers.
+        segments: (address, number of slots, device) of each piece of memory, in the order of the slots' numbers. The device
+            is 0 for host memory, otherwise the target's CUDA ordinal + 1.
         slot_bytes: from one slot of a segment to the next.
     """
 

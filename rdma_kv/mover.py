@@ -10,12 +10,12 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
-from functools import partial
 from typing import Any, Final, Protocol
 
-from rdma_kv.config import StagingConfig, Timeouts
+from rdma_kv.config import GpuConfig, StagingConfig, Timeouts
 from rdma_kv.datalinks import DataLinks
-from rdma_kv.entry import Entry, StageTimes
+from rdma_kv.engine_side import EngineSide
+from rdma_kv.entry import Entry, Ready, StageTimes
 from rdma_kv.errors import (
     ClosedError,
     LocalProtocolError,
@@ -27,6 +27,7 @@ from rdma_kv.errors import (
 from rdma_kv.growth import Growth
 from rdma_kv.holds import INITIATOR_FIRST_S, Holds
 from rdma_kv.kernels.launch import Chunk
+from rdma_kv.kernels.work import Work
 from rdma_kv.messages import (
     Abort,
     Ack,
@@ -63,7 +64,7 @@ from rdma_kv.protocol.incoming import IncomingState, IncomingTransfer
 from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
 from rdma_kv.staging import Staging
-from rdma_kv.transport.base import NOT_POSTED, WritePair
+from rdma_kv.transport.base import NOT_POSTED, Endpoint, WritePair
 from rdma_kv.transport.outcomes import succeeded
 from rdma_kv.transport.planes import Planes
 from rdma_kv.turns import Turns
@@ -99,9 +100,11 @@ class SlotWorker(Protocol):
 
     def chunk(self, plan: LinkPlan, box: Box, tables: PageTables, packed_address: int) -> Chunk: ...
 
-    async def gather(self, chunk: Chunk, *, checksum: bool = False) -> int | None: ...
+    async def gather(self, work: Work) -> int | None: ...
 
-    async def scatter(self, chunk: Chunk, *, expected: int | None = None) -> int | None: ...
+    async def scatter(self, work: Work) -> int | None: ...
+
+    def use_lane(self, lane: str) -> None: ...
 
 
 class Mover:
@@ -110,6 +113,8 @@ class Mover:
     Args:
         matchmaker: takes EXPECTs, and OFFERs that nobody has opened a transfer for.
         role: a mover sends (prefill) or receives (decode), so one pool serves it without circles.
+        gpu: where the packer's pools are; None is host memory.
+        engine: the process of the pools, if it is another one.
     """
 
     def __init__(
@@ -121,6 +126,8 @@ class Mover:
         *,
         staging: StagingConfig,
         timeouts: Timeouts,
+        gpu: GpuConfig | None = None,
+        engine: EngineSide | None = None,
     ) -> None:
         self._role = role
         self._planes = planes
@@ -129,7 +136,11 @@ class Mover:
         self._config = staging
         self._timeouts = timeouts
         self._pool = SlotPool(staging.slots)
-        self._staging = Staging(staging)
+        self._gpu = gpu
+        if engine is None:
+            self._staging = Staging(staging, gpu)
+        else:
+            self._staging = Staging(staging, gpu, make_host=engine.make_host, share=engine.share)
         self._entries: dict[tuple[str, int], Entry] = {}  # numbered transfers, by (peer, number)
         self._sending: dict[tuple[str, TransferName], Entry] = {}  # sends under way, by peer and name
         self._expecting: dict[tuple[str, TransferName], Entry] = {}  # receives without OFFER, by peer and name
@@ -154,12 +165,14 @@ class Mover:
         )
         self.counters: Counter[str] = Counter()
         self.lanes: set[str] = set()  # that have carried a WRITE
+        self._used_lanes: set[str] = set()  # that the packer knows of
 
     # --- life ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
+        await self._staging.open()
         (segment,) = self._staging.segments
-        await self._planes.start(segment.memory.address, segment.memory.length_bytes)
+        await self._planes.start(self._staging.regions(segment))
 
     async def close(self) -> None:
         """Fail what is under way, wait (bounded) until it has settled, and end the data plane."""
@@ -190,6 +203,12 @@ class Mover:
             if not ended or self._pool.retired or held & {Hold.UNPROVEN, Hold.GRANTED, Hold.WRITE}:
                 self._staging.retain()
 
+    async def free(self, *, kernels_ended: bool) -> None:
+        """After `close`, when the packer is closed too: give the memory of a GPU back, if nothing can touch it."""
+        if not kernels_ended:
+            self._staging.retain()
+        await self._staging.close()
+
     def stats(self) -> dict[str, Any]:
         """Slots, transfers, transports and tasks: `free + sum(held) + retired == total`."""
         return {
@@ -211,15 +230,18 @@ class Mover:
         make: Callable[[int], OutgoingTransfer],
         tables: PageTables,
         pushes: Iterable[tuple[int, Interval, Interval]],
+        events: Iterable[Ready] = (),
     ) -> Entry:
         """Offer a transfer to a peer.
 
         Args:
             make: makes the machine for the link's next number.
             pushes: what is ready already, as for `push`.
+            events: of them, when kernels that still run are done.
         """
         number = peer.numbers.take()
         entry = self._entry(peer, make(number), tables)
+        entry.events += events
         self._entries[peer.name, number] = entry
         self._sending[peer.name, _name_of(entry.machine)] = entry
         if peer.lost is not None:
@@ -233,13 +255,19 @@ class Mover:
         self._perform(entry, machine.offer(pushes))
         return entry
 
-    def open_incoming(self, peer: Peer, machine: IncomingTransfer, tables: PageTables) -> Entry:
+    def open_incoming(
+        self, peer: Peer, machine: IncomingTransfer, tables: PageTables, after: tuple[Any, ...] = ()
+    ) -> Entry:
         """Expect a transfer from a peer; an OFFER that came before is taken now.
+
+        Args:
+            after: CUDA events before which no page is written.
 
         Raises:
             LocalProtocolError: this key is expected from this peer already. Nothing has changed.
         """
         entry = self._entry(peer, machine, tables)
+        entry.always = after
         name = _name_of(machine)
         if (peer.name, name) in self._expecting or any(
             e.peer is peer
@@ -260,9 +288,18 @@ class Mover:
             self._match(entry, offer)
         return entry
 
-    def push(self, entry: Entry, component: int, layers: Interval, tokens: Interval) -> None:
-        """See `OutgoingTransfer.push`."""
+    def push(
+        self,
+        entry: Entry,
+        component: int,
+        layers: Interval,
+        tokens: Interval,
+        event: Any = None,  # noqa: ANN401 - a CUDA event
+    ) -> None:
+        """See `OutgoingTransfer.push`. The pages are final when `event` has fired, if there is one."""
         assert isinstance(entry.machine, OutgoingTransfer)
+        if event is not None:
+            entry.events.append(Ready(component, layers, tokens, event))
         self._perform(entry, entry.machine.push(component, layers, tokens, self._now()))
 
     def finish(self, entry: Entry, metadata: dict[str, Any]) -> None:
@@ -544,8 +581,7 @@ class Mover:
         machine = entry.machine
         assert isinstance(machine, OutgoingTransfer)
         begin = self._now()
-        kernel = partial(self._packer.gather, checksum=True) if entry.peer.identity.checksum else self._packer.gather
-        result = await self._pack(entry, slot, box, kernel)
+        result = await self._pack(entry, slot, box, self._packer.gather, checksum=bool(entry.peer.identity.checksum))
         if isinstance(result, RdmaKvError):
             self._perform(entry, machine.gather_failed(slot, result, self._now()))
             return
@@ -553,11 +589,21 @@ class Mover:
         self._perform(entry, machine.gathered(slot, result))
 
     async def _pack(
-        self, entry: Entry, slot: SlotRef, box: Box, kernel: Callable[[Chunk], Awaitable[int | None]]
+        self,
+        entry: Entry,
+        slot: SlotRef,
+        box: Box,
+        kernel: Callable[[Work], Awaitable[int | None]],
+        *,
+        checksum: bool = False,
+        expected: int | None = None,
     ) -> RdmaKvError | int | None:
         """Run gather or scatter of a box in a slot: what it returns, or the error for caller and peer if it goes wrong."""
+        staging = self._staging
         try:
-            return await kernel(self._packer.chunk(entry.machine.plan, box, entry.tables, self._address(slot)))
+            chunk = self._packer.chunk(entry.machine.plan, box, entry.tables, staging.address(slot.index))
+            bounce = staging.bounce(slot.index, device_staging=entry.peer.device_staging)
+            return await kernel(Work(chunk, bounce, checksum, expected, entry.after(box)))
         except RdmaKvError as exc:
             return exc
         except Exception as exc:  # noqa: BLE001 - a kernel's own failure
@@ -583,7 +629,8 @@ class Mover:
                 ) from peer.unwritable
             num_bytes = machine.plan.box_bytes(box)
             remote, device = peer.regions.place(target.index)
-            pair = WritePair(Descriptor(self._address(slot), num_bytes), Descriptor(remote, num_bytes, device))
+            local = self._staging.descriptor(slot.index, num_bytes, device_staging=peer.device_staging)
+            pair = WritePair(local, Descriptor(remote, num_bytes, device))
             note = Notification(
                 machine.number,
                 target.index,
@@ -605,15 +652,16 @@ class Mover:
             self._perform(entry, machine.write_failed(slot, error, self._now(), posted=posted))
             raise
         entry.times.write += self._now() - begin
-        self.lanes.add(peer.endpoint.lane)
+        self.lanes.add(self._use_lane(peer.endpoint, on_device=peer.device_staging))
         self._perform(entry, machine.written(slot, self._now()))
 
     async def _scatter(self, entry: Entry, slot: SlotRef, box: Box, checksum: int | None) -> None:
         machine = entry.machine
         assert isinstance(machine, IncomingTransfer)
         begin = self._now()
-        kernel = partial(self._packer.scatter, expected=checksum) if checksum is not None else self._packer.scatter
-        result = await self._pack(entry, slot, box, kernel)
+        if entry.peer.endpoint is not None:
+            self._use_lane(entry.peer.endpoint, on_device=entry.peer.device_staging)
+        result = await self._pack(entry, slot, box, self._packer.scatter, expected=checksum)
         if isinstance(result, RdmaKvError):
             self._perform(entry, machine.scatter_failed(slot, result, self._now()))
             return
@@ -644,8 +692,15 @@ class Mover:
                 self._growth.request(peer_name)  # in place of what was retired
             self._turns.hand_out()
 
-    def _address(self, slot: SlotRef) -> int:
-        return self._staging.address(slot.index)
+    def _use_lane(self, endpoint: Endpoint, *, on_device: bool) -> str:
+        """What carries the KV of a link, in honest words. Kernels must outrun it."""
+        lane = endpoint.lane
+        if self._gpu is not None and not on_device:
+            lane = f"pinned+{endpoint.host_lane}"
+        if lane not in self._used_lanes:
+            self._used_lanes.add(lane)
+            self._packer.use_lane(lane)
+        return lane
 
     # --- small things --------------------------------------------------------------------------------------------------
 

@@ -1,39 +1,33 @@
 """The half of an agent that lives in the engine's process: its pools, and the kernels on them.
 
 The packer never sees a peer, a transport or the protocol. It fills a staging slot with a box (gather) or empties one
-(scatter); the addresses come from the planner's arithmetic over the registered layouts. Boxes that are ready when a launch
-begins share it, up to 2 MiB, whatever transfer or replica they belong to. Kernels run on one worker thread, never
-on the event loop. So do checksums of slots: behind the gather, while the slot is in the cache, and before the scatter.
+(scatter); the addresses come from the planner's arithmetic over the registered layouts. The kernels run where the pools
+are: `packer_host` or `packer_cuda`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from rdma_kv.config import GpuConfig
+from rdma_kv.engine_side import Kernels
 from rdma_kv.errors import ConfigError
-from rdma_kv.kernels.checksum import Piece, checksums
 from rdma_kv.kernels.launch import Chunk
 from rdma_kv.kernels.reference import gather, scatter
+from rdma_kv.kernels.work import Work
 from rdma_kv.layout import KvLayout
 from rdma_kv.memory import locate_all
+from rdma_kv.packer_host import HostKernels
 from rdma_kv.planner import Box, LinkPlan, PageTables, TokenShare, check_pages, token_offsets
 from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.types import Owned, Role
 
 Int64Array = npt.NDArray[np.int64]
-
-_LAUNCH_BYTES = 2 << 20
-"""A launch on the host takes no more once it has so many bytes: its boxes are all done only when the last one is, and
-their WRITEs, or slots, wait so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,26 +42,48 @@ class Pool:
 
 
 class Packer:
-    """Pools of the ranks that this agent owns, and launches over them."""
+    """Pools of the ranks that this agent owns, and launches over them.
 
-    def __init__(self, role: Role, model: ModelSpec, topology: Topology, owns: Sequence[Owned]) -> None:
+    Args:
+        gpu: where the pools are; None is host memory.
+        kernels: in place of those of this process.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        model: ModelSpec,
+        topology: Topology,
+        owns: Sequence[Owned],
+        *,
+        gpu: GpuConfig | None = None,
+        kernels: Kernels | None = None,
+    ) -> None:
         self._role = role
         self._model = model
         self._topology = topology
         self._owns = tuple(owns)
         self._pools: dict[tuple[int, int], Pool] = {}  # (component, rank)
         self._claimed = np.empty((0, 2), dtype=np.int64)  # [start, end) of all pool buffers
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="rdma-kv-packer")
-        self._gathers = _Batcher(gather, _gather_launch, self._executor)
-        self._scatters = _Batcher(scatter, _scatter_launch, self._executor)
+        self._device = None if gpu is None else gpu.device
+        self.kernels = kernels or (HostKernels(gather, scatter) if gpu is None else _cuda_kernels(gpu))
 
     @property
     def launches(self) -> tuple[int, int]:
         """(gather, scatter) launches so far."""
-        return self._gathers.launches, self._scatters.launches
+        return self.kernels.launches
 
-    def close(self) -> None:
-        self._executor.shutdown(wait=False)
+    async def start(self) -> None:
+        """Get kernels ready; on a GPU that takes seconds, off the loop.
+
+        Raises:
+            ConfigError: field `gpu`: there is no such GPU, or what it needs is not installed.
+        """
+        await self.kernels.start()
+
+    async def close(self) -> bool:
+        """End all kernels. Whether none can touch memory any more."""
+        return await self.kernels.close()
 
     # --- pools ---------------------------------------------------------------------------------------------------------
 
@@ -77,6 +93,24 @@ class Packer:
         Raises:
             ConfigError: a rank that the agent does not own, a pool twice, or a layout that does not fit model, topology or
                 memory; the field is named.
+        """
+        addresses, sizes = locate_all("memory", memory, device=self._device)
+        self.register_at(component, layout, addresses, sizes, owned, memory)
+
+    def register_at(
+        self,
+        component: str,
+        layout: KvLayout,
+        addresses: Int64Array,
+        sizes: Int64Array,
+        owned: Owned,
+        memory: Any = None,  # noqa: ANN401
+    ) -> None:
+        """As `register`, of memory that need not be this process's.
+
+        Args:
+            addresses, sizes: int64 `[buffers]`, as the process that has the memory sees it.
+            memory: kept alive.
         """
         index = self._model.components.index(self._model.component(component))
         spec = self._model.components[index]
@@ -99,7 +133,6 @@ class Packer:
         page_size = self.page_sizes.get(index, layout.page_size)
         if page_size != layout.page_size:
             raise ConfigError("layout.page_size", f"{layout.page_size}; other ranks of {component!r} have {page_size}")
-        addresses, sizes = locate_all("memory", memory)
         required = layout.required_bytes()
         if len(required) != len(sizes):
             raise ConfigError("memory", f"{len(sizes)} buffers; the layout {layout.name!r} has {len(required)}")
@@ -194,126 +227,23 @@ class Packer:
             row_bytes=pool.layout.row_bytes,
         )
 
-    async def gather(self, chunk: Chunk, *, checksum: bool = False) -> int | None:
-        """Pages to slot. Returns when the slot is filled; its checksum, if that is asked for."""
-        return await self._gathers.run(_Job(chunk, checksum=checksum))
+    def use_lane(self, lane: str) -> None:
+        """A link's WRITEs go over `lane` from now on: launches must outrun it."""
+        self.kernels.use_lane(lane)
 
-    async def scatter(self, chunk: Chunk, *, expected: int | None = None) -> int | None:
+    async def gather(self, work: Work) -> int | None:
+        """Pages to slot. Returns when the slot is filled: its checksum, if that is asked for."""
+        return await self.kernels.gather(work)
+
+    async def scatter(self, work: Work) -> int | None:
         """Slot to pages. Returns when the pages are filled.
 
-        Args:
-            expected: the checksum that the slot must have. If it has another, that one is returned, and no page was touched.
+        If the slot has another checksum than expected, that one is returned, and no page was touched.
         """
-        return await self._scatters.run(_Job(chunk, checksum=expected is not None, expected=expected))
+        return await self.kernels.scatter(work)
 
 
-class _Job(NamedTuple):
-    """One chunk of a launch.
+def _cuda_kernels(gpu: GpuConfig) -> Kernels:
+    from rdma_kv.packer_cuda import CudaKernels
 
-    Attributes:
-        checksum: whether that of its packed form is needed.
-        expected: what it must be before a scatter.
-    """
-
-    chunk: Chunk
-    checksum: bool = False
-    expected: int | None = None
-
-
-Kernel = Callable[[Sequence[Chunk]], None]
-_Launch = Callable[[Kernel, Sequence[_Job]], Sequence[int | None]]
-_Waiting = tuple[_Job, asyncio.Future[int | None]]
-
-
-def _sums(jobs: Sequence[_Job]) -> list[int | None]:
-    """The checksums that are needed, each in its job's place."""
-    pieces = [Piece(job.chunk.packed_address, job.chunk.packed_bytes) for job in jobs if job.checksum]
-    found = iter(checksums(pieces) if pieces else ())
-    return [next(found) if job.checksum else None for job in jobs]
-
-
-def _gather_launch(kernel: Kernel, jobs: Sequence[_Job]) -> Sequence[int | None]:
-    """Gather all, then sum them up. Per job: its checksum, if one is needed."""
-    kernel([job.chunk for job in jobs])
-    return _sums(jobs)
-
-
-def _scatter_launch(kernel: Kernel, jobs: Sequence[_Job]) -> Sequence[int | None]:
-    """Scatter those whose checksum is as expected. Per job: None, or the other checksum that its chunk has."""
-    wrong = [None if found == job.expected else found for job, found in zip(jobs, _sums(jobs), strict=True)]
-    good = [job.chunk for job, found in zip(jobs, wrong, strict=True) if found is None]
-    if good:
-        kernel(good)
-    return wrong
-
-
-class _Batcher:
-    """Runs a kernel on the worker thread over everything that waits at that moment; each job has a result of its own.
-
-    The thread takes the next launch by itself: while the loop is busy, with the copying of a transport for instance, the
-    work goes on.
-    """
-
-    def __init__(self, kernel: Kernel, launch: _Launch, executor: ThreadPoolExecutor) -> None:
-        self.kernel = kernel
-        self.launches = 0
-        self._launch = launch
-        self._executor = executor
-        self._lock = threading.Lock()  # of the two below
-        self._waiting: list[_Waiting] = []
-        self._running = False
-
-    async def run(self, job: _Job) -> int | None:
-        """Returns when the kernel is done with the job: its result. A launch goes on if the caller is cancelled."""
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[int | None] = loop.create_future()
-        with self._lock:
-            self._waiting.append((job, done))
-            begin, self._running = not self._running, True
-        if begin:
-            loop.call_soon(self._begin, loop)  # with what else gets ready in this turn of the loop
-        return await done
-
-    def _begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            self._executor.submit(self._work, loop)
-        except RuntimeError as exc:  # the executor was shut down
-            with self._lock:
-                waiting, self._waiting, self._running = self._waiting, [], False
-            _settle(waiting, (), exc)
-
-    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        """On the worker thread."""
-        while batch := self._next():
-            self.launches += 1
-            results: Sequence[int | None] = ()
-            error = None
-            try:
-                results = self._launch(self.kernel, [job for job, _ in batch])
-            except Exception as exc:  # noqa: BLE001 - reported to every caller of this launch
-                error = exc
-            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody waits
-                loop.call_soon_threadsafe(_settle, batch, results, error)
-
-    def _next(self) -> list[_Waiting]:
-        """Take what goes into one launch: everything, or as much as is not worth waiting for the rest."""
-        with self._lock:
-            count = num_bytes = 0
-            for job, _ in self._waiting:
-                count += 1
-                num_bytes += job.chunk.packed_bytes
-                if num_bytes >= _LAUNCH_BYTES:
-                    break
-            batch, self._waiting = self._waiting[:count], self._waiting[count:]
-            self._running = bool(batch)
-        return batch
-
-
-def _settle(batch: Sequence[_Waiting], results: Sequence[int | None], error: Exception | None) -> None:
-    for place, (_, done) in enumerate(batch):
-        if done.done():
-            continue
-        if error is None:
-            done.set_result(results[place])
-        else:
-            done.set_exception(error)
+    return CudaKernels(gpu)

@@ -11,18 +11,24 @@ incarnation it is a leftover of a double dial, and may be tried again; from anot
 
 A lost peer is dialed again without a call (for `Timeouts.redial`), so that a restarted one is known again within a
 second or two of listening, and what both sides still hold for each other can be settled.
+
+Whoever reaches our port may knock; `protocol.border` says who is let in. The rest is closed without an answer and without
+work: the agents among those dial again. Only a first frame that is too long is answered, since trying again does not mend
+that. Few connections are accepted in one turn of the loop, so that a flood of them leaves the loop to others in between.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from rdma_kv.config import Limits, Timeouts
-from rdma_kv.control import Connection
+from rdma_kv.control import CLOSE_S, Connection, peer_address
 from rdma_kv.deaths import DeathWatch
 from rdma_kv.errors import (
     ClosedError,
@@ -32,7 +38,8 @@ from rdma_kv.errors import (
     RdmaKvError,
     RemoteProtocolError,
 )
-from rdma_kv.messages import Bye, ControlMessage, Heartbeat, Notification, Regions, Settle
+from rdma_kv.messages import MAX_FRAME_BYTES, Bye, ControlMessage, Heartbeat, Notification, Regions, Settle, decode
+from rdma_kv.protocol.border import Border, Seldom, Visit
 from rdma_kv.protocol.link import DOUBLE_DIAL, Identity, Link, LinkState, bye, keeps_dialed
 from rdma_kv.protocol.liveness import LifeState
 from rdma_kv.pulse import Pulse
@@ -48,6 +55,8 @@ _TURNS_TO_END = 3  # of the loop, until the end of a stream that has ended alrea
 _ATTEMPT_S = 1.0  # for a connection to open: the kernel would try again in growing pauses, we begin anew
 _SECOND_TURN_S = 0.25  # before the larger identity looks for a lost peer: the smaller one has begun by then
 _ANSWER_S = 0.75  # for a sign of life over a link that another connection would replace
+_ACCEPTS_A_TURN = 8  # of the loop, 0.1 to 0.3 ms each with all that follows
+_BACKLOG = 1024  # connections that the kernel keeps for us; it may have a lower bound of its own
 _LAST_WORDS_S = 0.2  # to read what a dead process had sent; its stream has ended by then, as far as it was its own
 
 
@@ -55,6 +64,10 @@ class Registry(Protocol):
     """Who is where; see `rdma_kv.registry`."""
 
     def engine(self, name: str) -> EngineRecord: ...
+
+    def hosts(self) -> frozenset[str]:
+        """Addresses and names of all agents that it lists; the same object as long as nothing has changed."""
+        ...
 
 
 class Tasks:
@@ -108,6 +121,7 @@ class Peer:
 
     Attributes:
         transport: the data plane that both sides chose for this link.
+        device_staging: KV passes through staging on the GPUs of both sides, rather than in host memory.
         endpoint: the data link; None until a transfer needs it.
         regions: where its staging lies; None until it told us.
         writable: done when the data link can be written to, or cannot be and `unwritable` says why.
@@ -125,6 +139,7 @@ class Peer:
     connection: Connection
     numbers: Numbers
     transport: str
+    device_staging: bool = False
     endpoint: Endpoint | None = None
     regions: Regions | None = None
     writable: asyncio.Task[None] | None = None
@@ -229,6 +244,10 @@ class Links:
 
     Args:
         identity: awaited before any HELLO; resolves when the agent's pools are registered.
+
+    Attributes:
+        handshakes: those that succeeded.
+        counters: connections that were turned away, by why.
     """
 
     def __init__(
@@ -254,7 +273,11 @@ class Links:
         self._own: AgentId | None = None  # known at the first handshake
         self._deaths = DeathWatch(self._died)
         self._closing = False
+        self._border = Border(limits, registry.hosts)
+        self._visits: dict[Visit, tuple[Connection, asyncio.Task[None]]] = {}
+        self._complaints, self._refusals = Seldom(), Seldom()
         self.handshakes = 0
+        self.counters: Counter[str] = Counter()
 
     @property
     def peers(self) -> tuple[Peer, ...]:
@@ -263,6 +286,11 @@ class Links:
     @property
     def open_tasks(self) -> int:
         return len(self._tasks)
+
+    @property
+    def ungreeted(self) -> int:
+        """Connections that have come in and are no links yet."""
+        return self._border.count
 
     @property
     def watched(self) -> int:
@@ -282,9 +310,13 @@ class Links:
             ConfigError: the address cannot be bound.
         """
         try:
-            self._server = await asyncio.start_server(self._accept, host, port)
+            # asyncio accepts up to `backlog` connections in one turn: few, then, and the kernel is told its own number.
+            self._server = await asyncio.start_server(self._accept, host, port, backlog=_ACCEPTS_A_TURN)
         except OSError as exc:
             raise ConfigError("listen", f"cannot bind {host}:{port}: {exc.strerror}") from exc
+        for listening in self._server.sockets:
+            with listening.dup() as same:
+                same.listen(_BACKLOG)
         bound = self._server.sockets[0].getsockname()
         return bound[0], bound[1]
 
@@ -419,22 +451,49 @@ class Links:
     # --- accepting -----------------------------------------------------------------------------------------------------
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = self._connection(reader, writer, "an unknown peer")
         if self._closing:
+            self._connection(reader, writer, "an unknown peer").abort()
+            return
+        address = peer_address(writer)
+        visit, ended = self._border.enter(address, asyncio.get_running_loop().time())
+        if ended is not None or visit is None:
+            self.counters["refused_crowd"] += 1
+            self._complain(ended.source if ended is not None else address, "too many connections without a HELLO")
+        if ended is not None:
+            self._turn_out(ended)
+        if visit is None:
             writer.transport.abort()
-        else:
-            self._tasks.spawn(self._accepted(connection), "accept")
+            return
+        connection = self._connection(reader, writer, "an unknown peer")
+        connection.wait()
+        self._visits[visit] = connection, self._tasks.spawn(self._accepted(connection, visit), "accept")
 
-    async def _accepted(self, connection: Connection) -> None:
+    def _turn_out(self, visit: Visit) -> None:
+        """End a connection that waits for its HELLO, or for our pools."""
+        connection, task = self._visits.pop(visit)
+        connection.abort()
+        self._connections.discard(connection)  # the task may not even have begun
+        task.cancel()
+
+    def _complain(self, address: str, what: str) -> None:
+        """Log that somebody was turned away, once a second at most."""
+        others = self._complaints.due(asyncio.get_running_loop().time())
+        if others is not None:
+            more = f", and {others} before that" if others else ""
+            logger.warning("a connection of %s was closed: %s%s", address or "an unknown address", what, more)
+
+    async def _accepted(self, connection: Connection, visit: Visit) -> None:
         adopted = False
         try:
             async with asyncio.timeout(self._timeouts.connect):
                 own = await self._identity()
             link = Link(own, None, asyncio.get_running_loop().time() + self._timeouts.connect)
-            await self._greet(link, connection)
+            connection.go_on()
+            await self._greet(link, connection, visit)
             if link.error is not None:
-                logger.info("refused a connection: %s", link.error)
+                self._log_refusal(link.error)
                 return
+            self._border.greeted(visit)
             if await self._ended_meanwhile(connection):
                 return
             refusal = await self._make_room(link) or self._double_dial(link) or self._adopt(link, connection)
@@ -445,8 +504,17 @@ class Links:
         except (PeerLostError, TimeoutError, OSError) as exc:
             logger.debug("connection ended in its handshake: %s", exc)
         finally:
-            if not adopted:
-                await self._end(connection)
+            try:
+                if not adopted:
+                    await self._end(connection)
+            finally:
+                self._border.leave(visit)
+                self._visits.pop(visit, None)
+
+    def _log_refusal(self, error: RdmaKvError) -> None:
+        others = self._refusals.due(asyncio.get_running_loop().time())
+        if others is not None:
+            logger.info("refused a connection: %s%s", error, f" (and {others} others before)" if others else "")
 
     async def _ended_meanwhile(self, connection: Connection) -> bool:
         """Whether the dialer has given this connection up: a process that was stopped finds many such in its backlog.
@@ -496,31 +564,62 @@ class Links:
     # --- both ----------------------------------------------------------------------------------------------------------
 
     def _connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> Connection:
-        connection = Connection(reader, writer, name=name, send_buffer_bytes=self._limits.send_buffer_bytes)
+        limits = self._limits
+        connection = Connection(
+            reader, writer, name=name, send_buffer_bytes=limits.send_buffer_bytes, hello_bytes=limits.hello_bytes
+        )
         self._connections.add(connection)
         return connection
 
     async def _end(self, connection: Connection) -> None:
-        await connection.close()
-        self._connections.discard(connection)
+        try:
+            await connection.close()
+        finally:
+            self._connections.discard(connection)
 
-    async def _greet(self, link: Link, connection: Connection) -> None:
-        """Read until the link is up or closed; its error says why."""
+    async def _greet(self, link: Link, connection: Connection, visit: Visit | None = None) -> None:
+        """Read until the link is up or closed; its error says why.
+
+        Args:
+            visit: of a connection that came in; None where we dialed.
+        """
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout_at(link.deadline):
-                message = await connection.receive()
+                body = await connection.frame()
+            if body is not None and visit is not None and not self._border.may_greet(visit, loop.time()):
+                self.counters["refused_rate"] += 1
+                self._complain(visit.source, "too many handshakes of one address")
+                link.lost(PeerLostError(connection.name, "too many handshakes of its address"))
+                connection.abort()
+                return
+            message = None if body is None else decode(connection.name, body)
         except TimeoutError:
-            link.tick(asyncio.get_running_loop().time())
+            link.tick(loop.time())
+            if visit is not None:
+                self.counters["refused_late"] += 1
+                self._complain(visit.source, "no HELLO in time")
             return
         except RdmaKvError as exc:
             if isinstance(exc, RemoteProtocolError):
                 connection.send(bye(exc))
             link.lost(exc)
+            if visit is not None and connection.refused_bytes:
+                await self._refuse_length(connection, visit)
             return
         if message is None:
             link.lost()
         elif (refusal := link.received(message)) is not None:
             connection.send(refusal)
+
+    async def _refuse_length(self, connection: Connection, visit: Visit) -> None:
+        """A first frame was too long. Where it may be an honest HELLO, see that its sender reads why it is refused."""
+        self.counters["refused_length"] += 1
+        self._complain(visit.source, f"a first frame of {connection.refused_bytes} bytes")
+        if connection.refused_bytes <= MAX_FRAME_BYTES:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await connection.drop_refused()
 
     def _adopt(self, link: Link, connection: Connection, hello_at: float | None = None) -> RdmaKvError | None:
         """Make a greeted connection the link of its peer. Returns why not, and then nothing has changed.
@@ -545,8 +644,11 @@ class Links:
         self._own = link.own.id
         self.handshakes += 1
         connection.name = str(remote.id)
+        connection.greeted()
+        self._border.know(connection.address)
         again = remote.incarnation in self._numbers.get(remote.id, {})
-        peer = Peer(remote, connection, self._numbers_of(remote), link.transport, close=self._close_peer)
+        numbers = self._numbers_of(remote)
+        peer = Peer(remote, connection, numbers, link.transport, link.device_staging, close=self._close_peer)
         self._peers[remote.id] = peer
         life = link.liveness(now, now if hello_at is None else hello_at)
         peer.pulse = Pulse(life, peer.send, lambda state: self._life_changed(peer, state))

@@ -47,9 +47,18 @@ class Receiving:
 
     Args:
         sources: the prefill replicas it may come from; empty for any that offers it.
+        after: CUDA events before which no page is written.
     """
 
-    def __init__(self, shell: Shell, call: Call, sources: tuple[ReplicaId, ...], wanted: tuple[Interval, ...]) -> None:
+    def __init__(
+        self,
+        shell: Shell,
+        call: Call,
+        sources: tuple[ReplicaId, ...],
+        wanted: tuple[Interval, ...],
+        after: tuple[Any, ...] = (),
+    ) -> None:
+        self._after = after
         self._shell = shell
         self._call = call
         self._wanted = wanted
@@ -144,7 +153,7 @@ class Receiving:
             quiesce_s=self._shell.config.timeouts.quiesce,
             checksum=bool(peer.identity.checksum),
         )
-        return self._shell.mover.open_incoming(peer, machine, call.tables)
+        return self._shell.mover.open_incoming(peer, machine, call.tables, self._after)
 
     def _begin(self, route: Route, entry: Entry) -> None:
         """Refuse what other sources offer, and send the EXPECT that can carry slots."""

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self, cast
 
 import msgspec
 
+from rdma_kv.entry import Entry, Ready, StageTimes
 from rdma_kv.errors import ConfigError, LocalProtocolError, RdmaKvError, TransferAborted
 from rdma_kv.messages import MAX_FRAME_BYTES
-from rdma_kv.mover import Entry, StageTimes
 from rdma_kv.peer import Peer
 from rdma_kv.planner import Route, Tiling
 from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.outgoing import OutgoingTransfer
-from rdma_kv.session import Call, Session, Shell, TokenRange, interval
+from rdma_kv.session import Call, Session, Shell, TokenRange, check_event, interval, is_cuda_event
 from rdma_kv.types import Interval, ReplicaId
 
 logger = logging.getLogger(__name__)
 
-_MAX_METADATA_BYTES = MAX_FRAME_BYTES // 2
+MAX_METADATA_BYTES = MAX_FRAME_BYTES // 2
+
+
+class CudaEvent(Protocol):
+    """What is needed of a `torch.cuda.Event` that was recorded."""
+
+    def query(self) -> bool: ...
 
 
 class _Push(NamedTuple):
     component: int
     layers: Interval
     tokens: Interval
+    event: Any = None  # a CUDA event; the pages are final when it has fired
 
 
 class Sending:
@@ -78,6 +85,16 @@ class Sending:
         """Seconds per stage on this side, summed over boxes."""
         return self._session.times
 
+    def when_failed(self, told: Callable[[RdmaKvError], None]) -> None:
+        """Have `told` hear why the transfer has failed, as soon as it has: now, or later."""
+        self._session.on_failed = told
+        if self._session.error is not None:
+            told(self._session.error)
+
+    def give_up(self, error: RdmaKvError) -> None:
+        """Fail the transfer; all participants are told the reason. The end of the block raises it."""
+        self._session.fail(error)
+
     async def __aenter__(self) -> Self:
         if self._state != "new":
             raise LocalProtocolError("a sending is used once")
@@ -91,7 +108,7 @@ class Sending:
         layers: tuple[int, int] | None = None,
         *,
         component: str | None = None,
-        ready: asyncio.Event | Awaitable[Any] | None = None,
+        ready: asyncio.Event | Awaitable[Any] | CudaEvent | None = None,
     ) -> None:
         """These tokens of these layers are final in the source pages (once `ready` is set); they may go.
 
@@ -100,15 +117,21 @@ class Sending:
                 tokens goes with the last, an opaque page when it is complete. With `component`, in what that counts.
             layers: global layer numbers; all by default.
             component: one component by name; all by default.
-            ready: awaited first.
+            ready: awaited first. A CUDA event is not waited for here: the GPU waits for it, before it reads the pages.
 
         Raises:
             ConfigError: outside what `send` announced.
             LocalProtocolError: pushed already, or the block has ended.
             RdmaKvError: the transfer has failed meanwhile.
         """
-        if ready is not None:
-            await (ready.wait() if isinstance(ready, asyncio.Event) else ready)
+        event = None
+        if is_cuda_event(ready):
+            check_event("ready", ready, config=self._shell.config)
+            event = ready
+        elif isinstance(ready, asyncio.Event):
+            await ready.wait()
+        elif ready is not None:
+            await cast(Awaitable[Any], ready)
         if self._state != "open":
             raise LocalProtocolError("push outside of the `async with` block")
         if self._session.error is not None:
@@ -116,6 +139,7 @@ class Sending:
         for push in self._split(tokens, layers, component):
             if not self._tilings[push.component].add(push.layers, push.tokens):
                 raise LocalProtocolError(f"tokens {push.tokens} of layers {push.layers} were pushed before")
+            push = push._replace(event=event)
             self._pushes.append(push)
             for entry in self._session.entries.values():
                 self._shell.mover.push(entry, *push)
@@ -135,7 +159,7 @@ class Sending:
                 logger.debug("%s", exc)
             return
         self._state = "finished"
-        problem = _metadata_problem(self.metadata)
+        problem = metadata_problem(self.metadata)
         if problem is not None:
             session.fail(problem)
         for entry in session.entries.values():
@@ -190,7 +214,8 @@ class Sending:
                 timeout_s=session.deadline - now,
             )
 
-        return shell.mover.open_outgoing(peer, make, call.tables, self._pushes)
+        events = [Ready(*push) for push in self._pushes if push.event is not None]
+        return shell.mover.open_outgoing(peer, make, call.tables, [push[:3] for push in self._pushes], events)
 
     def _begin(self, route: Route, entry: Entry) -> None:
         """Use the slots that were given ahead, and end it where the block has ended already."""
@@ -203,13 +228,14 @@ class Sending:
             mover.finish(entry, self.metadata)
 
 
-def _metadata_problem(metadata: dict[str, Any]) -> ConfigError | None:
+def metadata_problem(metadata: dict[str, Any]) -> ConfigError | None:
+    """Why a request's metadata cannot be sent; None where it can."""
     try:
         size = len(msgspec.msgpack.encode(metadata))
     except (TypeError, ValueError) as exc:
         return ConfigError("metadata", f"cannot be sent as MessagePack: {exc}")
-    if size > _MAX_METADATA_BYTES:
-        return ConfigError("metadata", f"{size} bytes; at most {_MAX_METADATA_BYTES}")
+    if size > MAX_METADATA_BYTES:
+        return ConfigError("metadata", f"{size} bytes; at most {MAX_METADATA_BYTES}")
     if not all(isinstance(name, str) for name in metadata):
         return ConfigError("metadata", "names must be strings")
     return None

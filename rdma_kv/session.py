@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from rdma_kv.config import Limits, StagingConfig, Timeouts
+from rdma_kv.config import GpuConfig, Limits, StagingConfig, Timeouts
 from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, RdmaKvError, TransferAborted, TransferTimeout
 from rdma_kv.messages import Abort, TransferName
 from rdma_kv.mover import Entry, Mover, StageTimes
@@ -45,6 +45,7 @@ class AgentConfig:
         allow_plaintext: the control stream is not encrypted; listening off loopback needs this to be True.
         staging: slots of registered memory through which all KV passes.
         checksum: every chunk carries one, and is verified before it reaches a page. All agents that meet must agree.
+        gpu: where the pools lie; None is host memory. Slots of 32 MiB or more suit a GPU.
     """
 
     engine: str
@@ -60,6 +61,7 @@ class AgentConfig:
     timeouts: Timeouts = Timeouts()
     limits: Limits = Limits()
     checksum: bool = False
+    gpu: GpuConfig | None = None
 
     def __post_init__(self) -> None:
         for name in ("engine", "cluster"):
@@ -199,6 +201,23 @@ def interval(name: str, span: TokenRange) -> Interval:
     return Interval(start, end)
 
 
+def is_cuda_event(value: object) -> bool:
+    """Whether it is a `torch.cuda.Event`, or works as one: this process need not have torch."""
+    return all(callable(getattr(value, name, None)) for name in ("record", "query", "wait"))
+
+
+def check_event(name: str, value: object, *, config: AgentConfig) -> None:
+    """See that a caller's CUDA event can be waited for.
+
+    Raises:
+        ConfigError: `name` is no CUDA event, or the pools are not on a GPU.
+    """
+    if not is_cuda_event(value):
+        raise ConfigError(name, f"{value!r} is no CUDA event")
+    if config.gpu is None:
+        raise ConfigError(name, "is a CUDA event, and the pools are in host memory; set AgentConfig.gpu")
+
+
 class Call(NamedTuple):
     """What the caller said, checked."""
 
@@ -218,6 +237,9 @@ class Session:
         work: opens the transfer with one peer.
         begin: does what comes next with a transfer that is open; where it raises, the transfer fails.
         bound: hears of the counterpart and of its agents that have moves with us.
+
+    Attributes:
+        on_failed: told of the first failure at once, as soon as somebody sets it.
     """
 
     def __init__(
@@ -248,6 +270,7 @@ class Session:
         self._bound = bound
         self._legs: dict[AgentId, asyncio.Task[None]] = {}
         self._main: asyncio.Task[None] | None = None
+        self.on_failed: Callable[[RdmaKvError], None] = lambda error: None
         self._check_unique()
 
     @property
@@ -292,6 +315,7 @@ class Session:
         if self.error is not None or self._complete or (self._main is not None and self._main.done()):
             return
         self.error = error
+        self.on_failed(error)
         open_yet = {record_id for record_id, entry in self.entries.items() if not entry.machine.succeeded}
         for entry in self.entries.values():
             self.shell.mover.fail(entry, error)  # tells its peer

@@ -24,6 +24,7 @@ from rdma_kv.kernels.checksum import Piece
 from rdma_kv.kernels.checksum_triton import checksums
 from rdma_kv.kernels.gather import gather
 from rdma_kv.kernels.launch import Chunk
+from rdma_kv.kernels.programs import programs_for
 
 Meter = Callable[[str, int, int], None]
 Samples = list[float]
@@ -88,6 +89,8 @@ class Measured:
         cases: by case and direction.
         curve: by direction and number of programs.
         ours_few: gather of BASELINE_CASE in FEW programs.
+        summed: gather of CURVE_CASE and, in a second launch, its checksum.
+        fused, unsummed: gather of CURVE_CASE in so many programs, with its checksum in one launch, and without.
         host_us: of a call of `gather` with so many chunks.
         allocations: from the driver, of memory, in steady state.
     """
@@ -100,6 +103,8 @@ class Measured:
     baseline: Samples = field(default_factory=list)
     ours_few: Samples = field(default_factory=list)
     summed: Samples = field(default_factory=list)
+    fused: dict[int, Samples] = field(default_factory=dict)
+    unsummed: dict[int, Samples] = field(default_factory=dict)
     host_us: dict[int, Samples] = field(default_factory=dict)
     allocations: int = 0
 
@@ -217,6 +222,16 @@ class Bench:
             checksums([piece], device=self._device, programs=4 * self._multiprocessors)
 
         yield "gather and checksum", num_bytes, summed, self.measured.summed
+        yield from self._sums()
+
+    def _sums(self) -> Iterator[tuple[str, int, Callable[[], object], Samples]]:
+        """Gathers by the public call, tables and all, with and without checksum."""
+        chunk = build(CURVE_CASE, self.pool(CURVE_CASE), self._packed)
+        for programs in (programs_for(["cuda_ipc"]), 4 * self._multiprocessors):
+            for checksum, samples in ((False, self.measured.unsummed), (True, self.measured.fused)):
+                call = partial(gather, [chunk], device=self._device, programs=programs, checksum=checksum)
+                name = f"gather{', checksum' if checksum else ''}, {programs} programs, with tables"
+                yield name, chunk.packed_bytes, call, samples.setdefault(programs, [])
 
     def _launch(self, case: Case, direction: str, programs: int) -> tuple[Callable[[], object], int]:
         chunk = build(case, self.pool(case), self._packed)

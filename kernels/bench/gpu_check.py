@@ -17,7 +17,10 @@ import numpy.typing as npt
 import torch
 
 from rdma_kv.kernels import reference
+from rdma_kv.kernels.checksum import Piece, checksums
+from rdma_kv.kernels.gather import gather
 from rdma_kv.kernels.launch import Chunk, Int64Array
+from rdma_kv.kernels.peer import move
 from rdma_kv.kernels.tiles import MIDDLE, NARROW, WIDE, Shape, upload
 
 Bytes = npt.NDArray[np.uint8]
@@ -129,10 +132,7 @@ def launches(block: Block) -> Iterator[tuple[str, list[Chunk]]]:
 
 def wrong_bytes(chunks: Sequence[Chunk], block: Block, there: torch.Tensor, shape: Shape, programs: int) -> int:
     """Bytes of the block that differ after a gather, plus those after a scatter of other packed bytes."""
-    delta = there.data_ptr() - block.here.ctypes.data
-    moved = [
-        replace(chunk, packed_address=chunk.packed_address + delta, pointers=chunk.pointers + delta) for chunk in chunks
-    ]
+    moved = moved_to(there, block, chunks)
     wrong = 0
     for scatter in (False, True):
         if scatter:
@@ -146,6 +146,73 @@ def wrong_bytes(chunks: Sequence[Chunk], block: Block, there: torch.Tensor, shap
         (reference.scatter if scatter else reference.gather)(chunks)
         wrong += int(np.count_nonzero(there.cpu().numpy() != block.here))
     return wrong
+
+
+def wrong_sums(chunks: Sequence[Chunk], block: Block, there: torch.Tensor, programs: int) -> int:
+    """Bytes of the block that differ after a gather with checksums, plus checksums that do: of all chunks, then of half."""
+    wrong = 0
+    reference.gather(chunks)
+    expected = checksums([Piece(chunk.packed_address, chunk.packed_bytes) for chunk in chunks])
+    for wanted in ([True] * len(chunks), [number % 2 == 0 for number in range(len(chunks))]):
+        before = torch.from_numpy(block.here).to(there.device)
+        there.copy_(before)
+        for chunk in chunks:
+            begin = chunk.packed_address - block.here.ctypes.data
+            there[begin : begin + chunk.packed_bytes] = 0x77
+        sums = gather(moved_to(there, block, chunks), device=there.device, programs=programs, checksum=wanted)
+        found = sums.values() if sums is not None else [0] * len(chunks)
+        wrong += sum(here != own for here, own, each in zip(expected, found, wanted, strict=True) if each)
+        wrong += int((there != before).sum())
+    return wrong
+
+
+def wrong_bytes_between(
+    pairs: Sequence[tuple[Chunk, Chunk]], block: Block, there: torch.Tensor, shape: Shape | None, programs: int
+) -> int:
+    """Bytes of the block that differ after a move from the first chunks' pages to the second chunks'."""
+    sources, targets = [source for source, _ in pairs], [target for _, target in pairs]
+    there.copy_(torch.from_numpy(block.here))
+    moved = [moved_to(there, block, chunks) for chunks in (sources, targets)]
+    move(*moved, device=there.device, programs=programs, shape=shape)
+    packed = np.empty(max(chunk.packed_bytes for chunk in sources), np.uint8)
+    for source, target in pairs:
+        reference.gather([replace(source, packed_address=packed.ctypes.data)])
+        reference.scatter([replace(target, packed_address=packed.ctypes.data)])
+    return int(np.count_nonzero(there.cpu().numpy() != block.here))
+
+
+def pairs_of(block: Block) -> Iterator[tuple[str, list[tuple[Chunk, Chunk]]]]:
+    """Launches from pages to pages: every layout to another one, in whole words; then odd rows and addresses as well."""
+    layouts = ("nhd", "hnd", "lightllm", "sglang", "trtllm")
+    even = [
+        (block.chunk(one, row_bytes=size, pools=pools), block.chunk(other, row_bytes=size, pools=4 - pools))
+        for one, other in zip(layouts, layouts[1:] + layouts[:1], strict=True)
+        for size, pools in ((16, 1), (256, 3), (1152, 2))
+    ]
+    even += [(block.chunk("mla", row_bytes=1152), block.chunk("mla", row_bytes=1152))]
+    odd = [
+        (block.chunk("nhd", row_bytes=size), block.chunk("hnd", row_bytes=size, skew=skew))
+        for size, skew in ((16, 0), (33, 0), (66, 2), (64, 8), (1, 1), (578, 4))
+    ]
+    yield "between pages", even
+    yield "between odd pages", odd + even
+
+
+def summable(block: Block) -> Iterator[Chunk]:
+    """Chunks of whole words, so that they are summed in the same pass: planes that end within tiles of the checksum, tiles
+    of several planes, several pools; and one longer than a program's piece."""
+    for layout in ("nhd", "hnd", "mla", "lightllm", "sglang", "trtllm"):
+        for row_bytes, pools in ((16, 1), (48, 2), (256, 1), (1152, 3), (4096, 1)):
+            yield block.chunk(layout, row_bytes=row_bytes, pools=pools)
+    yield block.chunk("hnd", row_bytes=16 << 10, pools=2)
+
+
+def moved_to(there: torch.Tensor, block: Block, chunks: Sequence[Chunk]) -> list[Chunk]:
+    """The same chunks in the copy of the block."""
+    delta = there.data_ptr() - block.here.ctypes.data
+    return [
+        replace(chunk, packed_address=chunk.packed_address + delta, pointers=chunk.pointers + delta) for chunk in chunks
+    ]
 
 
 def wrong_bytes_far_apart(device: torch.device) -> int:
@@ -184,8 +251,20 @@ def check(device: torch.device, shapes: Sequence[Shape], programs: Sequence[int]
         for shape in shapes:
             counts.append(sum(wrong_bytes(chunks, block, there, shape, each) for each in programs))
             print(f"{name:20} {len(chunks):4} chunks  {shape.words:6} x {shape.warps:<3} wrong bytes: {counts[-1]}")
+        counts.append(sum(wrong_sums(chunks, block, there, each) for each in programs))
+        print(f"{name:20} {len(chunks):4} chunks  {'checksums':12} wrong: {counts[-1]}")
         if small:
             break
+    block = Block(128 << 20, np.random.default_rng(12))
+    there = torch.empty(block.here.size, dtype=torch.uint8, device=device)
+    whole = [chunk for chunk in summable(block) if not small or chunk.packed_bytes < 1 << 20]
+    counts.append(sum(wrong_sums(whole, block, there, each) for each in programs))
+    print(f"{'summed as moved':20} {len(whole):4} chunks  {'checksums':12} wrong: {counts[-1]}")
+    for name, pairs in pairs_of(block):
+        for own_shape in (None, *shapes):
+            counts.append(sum(wrong_bytes_between(pairs, block, there, own_shape, each) for each in programs))
+            own = f"{own_shape.words:6} x {own_shape.warps:<3}" if own_shape else f"{'best shape':12}"
+            print(f"{name:20} {len(pairs):4} chunks  {own} wrong bytes: {counts[-1]}")
     if device.type == "cuda" and not small:
         counts.append(wrong_bytes_far_apart(device))
         print(f"{'beyond 32 bits':20} {'':36}wrong bytes: {counts[-1]}")

@@ -1,4 +1,4 @@
-"""Measured processes: forked, asked one thing at a time, and stopped while it is not their turn.
+"""Measured processes: forked or spawned, asked one thing at a time, and stopped while it is not their turn.
 
 Stopping matters: a contestant that spins while it waits would take a core from whoever is measured beside it.
 """
@@ -33,20 +33,30 @@ class Side(Protocol):
 
 
 class Worker:
-    """One measured process, running from the start. Make it in a process without threads: it forks.
+    """One measured process, running from the start. Where it forks, make it in a process without threads.
 
     Args:
         make: makes the `Side`, in the process.
         environ: what differs there from our environment; None removes a variable.
+        spawned: a fresh interpreter instead of a fork, which CUDA does not survive; `make` must be picklable.
     """
 
-    def __init__(self, name: str, make: Callable[[], Side], environ: Mapping[str, str | None]) -> None:
-        context = multiprocessing.get_context("fork")
+    def __init__(
+        self, name: str, make: Callable[[], Side], environ: Mapping[str, str | None], *, spawned: bool = False
+    ) -> None:
+        process = (
+            multiprocessing.get_context("spawn").Process if spawned else multiprocessing.get_context("fork").Process
+        )
         self.name = name
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(make, environ, theirs, self._pipe), daemon=True)
+        self._pipe, theirs = multiprocessing.Pipe()
+        self._process = process(target=_child, args=(make, environ, theirs, self._pipe), daemon=True)
         self._process.start()
         theirs.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process."""
+        return self._process.pid
 
     def ask(self, method: str, *arguments: object) -> Any:  # noqa: ANN401 - whatever the side answers
         """Call a method of the side and wait for its answer. Raises as `result`."""
@@ -68,9 +78,11 @@ class Worker:
         """The answer to the last `begin`.
 
         Raises:
-            RdmaKvError: the side failed, has ended, or took too long.
+            RdmaKvError: the side failed, has ended, or took too long. Then the process is ended, or its late answer would be
+                taken for that to the next question.
         """
         if not self._pipe.poll(_ANSWER_S):
+            self.end(force=True)
             raise RdmaKvError(f"{self.name} did not answer within {_ANSWER_S:.0f} s")
         try:
             fine, value = msgspec.msgpack.decode(self._pipe.recv_bytes())

@@ -24,6 +24,8 @@ bench = typer.Typer(name="bench", add_completion=False, rich_markup_mode=None)
 
 _AsJson = Annotated[bool, typer.Option("--json", help="One line of JSON on standard output.")]
 _Repetitions = Annotated[int, typer.Option(min=1, max=1000, help="Rounds that count; medians are over them.")]
+_Parts = Annotated[list[str] | None, typer.Option("--part", help="Only this part; may be repeated.")]
+_Commit = Annotated[str, typer.Option(help="Named in the output.", envvar="RDMA_KV_COMMIT")]
 
 
 @bench.callback()
@@ -126,23 +128,42 @@ def checksum(*, repetitions: _Repetitions = 7, as_json: _AsJson = False) -> int:
 @bench.command("gpu")
 def gpu(
     *,
+    part: _Parts = None,
     repetitions: _Repetitions = 15,
     quick: Annotated[bool, typer.Option("--quick", help="At most 5 rounds, and fewer numbers of programs.")] = False,
-    commit: Annotated[str, typer.Option(help="Named in the output.", envvar="RDMA_KV_COMMIT")] = "",
+    commit: _Commit = "",
     plot: Annotated[Path | None, typer.Option(help="Also draw GB/s over row size and programs there (.svg).")] = None,
     as_json: _AsJson = False,
 ) -> int:
-    """Gather and scatter kernels on a CUDA device beside a copy; row sizes, layouts, numbers of programs."""
+    """On a CUDA device: kernels beside a copy, copies to the host, whole transfers between two processes beside NIXL."""
     from rdma_kv.bench.gpu import GpuOptions, measure_gpu
     from rdma_kv.bench.plot import check_plot, write_plot
 
     if plot is not None:
         check_plot(plot)
-    options = GpuOptions(repetitions, quick, commit)
+    options = GpuOptions(repetitions, quick, commit, tuple(part or ()))
     with _meter() as meter:
         rows, panels = measure_gpu(options, meter)
     if plot is not None and panels:
         write_plot(plot, panels)
+    return _show(rows, as_json=as_json)
+
+
+@bench.command("multigpu")
+def multigpu(
+    *,
+    part: _Parts = None,
+    repetitions: _Repetitions = 15,
+    quick: Annotated[bool, typer.Option("--quick", help="At most 5 rounds, and fewer numbers of programs.")] = False,
+    commit: _Commit = "",
+    as_json: _AsJson = False,
+) -> int:
+    """From GPU to GPU: the driver's copies, NIXL's own API, transfers by agents, and a kernel that needs no staging."""
+    from rdma_kv.bench.multigpu import MultiGpuOptions, measure_multigpu
+
+    options = MultiGpuOptions(repetitions, quick, commit, tuple(part or ()))
+    with _meter() as meter:
+        rows = measure_multigpu(options, meter)
     return _show(rows, as_json=as_json)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -48,6 +49,10 @@ def demo(
         str, typer.Option(help="auto, ucx or nixl (separate processes), or loopback (one process).")
     ] = "auto",
     processes: Annotated[str, typer.Option(help="One agent process per replica, or per rank.")] = "replica",
+    device: Annotated[
+        str,
+        typer.Option(help="Where model and KV are: cpu, cuda (processes spread over the GPUs) or cuda:N (all on one)."),
+    ] = "cpu",
     seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts and page tables.")] = 0,
     timeout: Annotated[float, typer.Option(min=1.0, help="Seconds for a run after the model is loaded.")] = 120.0,
     as_json: Annotated[bool, typer.Option("--json", help="One line of JSON on standard output.")] = False,
@@ -59,7 +64,7 @@ def demo(
     own = {"--prefill": prefill, "--decode": decode, "--kv-heads": kv_heads, "--shape": shape if everything else None}
     if (everything or shape is not None) and (given := [name for name, value in own.items() if value is not None]):
         raise ConfigError(given[0], "cannot go with --all or --shape, which say both engines themselves")
-    common = _Common(requests, transport, processes, seed, timeout)
+    common = _Common(requests, transport, processes, seed, timeout, device)
     if everything:
         return _run_all([_shape_options(each, common) for each in SHAPES], as_json=as_json)
     if shape is not None:
@@ -77,6 +82,7 @@ class _Common(NamedTuple):
     processes: str
     seed: int
     timeout_s: float
+    device: str
 
 
 class _Named(NamedTuple):
@@ -110,6 +116,7 @@ def _options(model: str, kv_heads: int | None, prefill: str | None, decode: str 
         common.seed,
         common.timeout_s,
         common.processes,
+        common.device,
     )
     options.check()
     return options
@@ -209,6 +216,7 @@ def _show_routing(options: DemoOptions) -> None:
     """Who will send what to whom."""
     from rich.table import Table
 
+    from rdma_kv.demo.run import process_specs
     from rdma_kv.planner import Route
 
     prefill, decode = options.prefill, options.decode
@@ -218,6 +226,9 @@ def _show_routing(options: DemoOptions) -> None:
         out.print(
             f"{name:8}tp={t.tp} dp={t.dp}, {engine.layout.upper()}, {engine.page_size} tokens a page", soft_wrap=True
         )
+    if options.on_gpus:
+        places = (f"{spec.name} on cuda:{spec.gpu}" for spec in process_specs(options, Path()))
+        out.print(f"GPUs    {', '.join(places)}", soft_wrap=True)
     table = Table(title="routing (rank to rank: KV heads)")
     table.add_column("from \\ to")
     for replica in range(decode.topology.dp):
@@ -241,8 +252,9 @@ def _show_verdict(out: Console, verdict: Verdict) -> None:
             sum(a.received_bytes for a in verdict.arrived[n]) / max(s.seconds for s in verdict.sent[n]) / 1e9
             for n in verdict.sent
         ]
+        where = f" on {answer['device']}" if answer["device"] != "cpu" else ""
         out.print(
-            f"moved {answer['bytes']:,} bytes of KV over {answer['transport']} ({answer['lane']}); "
+            f"moved {answer['bytes']:,} bytes of KV{where} over {answer['transport']} ({answer['lane']}); "
             f"from push to done {median(rates):.3f} GB/s (median of small requests, beside the model on the same cores)",
             soft_wrap=True,
         )

@@ -15,6 +15,7 @@ from typing import cast
 
 import typer
 
+from rdma_kv.cli.agent import agent
 from rdma_kv.cli.bench import bench
 from rdma_kv.cli.demo import demo
 from rdma_kv.cli.output import print_error
@@ -34,6 +35,7 @@ def root() -> None:
     """KV-cache transfer between prefill and decode replicas."""
 
 
+app.command("agent")(agent)
 app.command("demo")(demo)
 app.command("plan")(plan)
 app.command("soak")(soak)

@@ -16,18 +16,25 @@ travels as metadata, the others come from decode steps over the KV. `undivided` 
 KV arrays are float32 `[layers, kv, tokens, heads, dim]`: `[layers, 2, tokens, kv_heads, 32]` with kv 0 = K and 1 = V, or
 `[layers, 1, tokens, 1, 80]` for a latent and its rotated key, in this order. float32 on one thread with eager attention
 and eager experts is bit-reproducible: equal KV gives equal tokens in any process of the same machine. Routing to experts
-is a choice and could jump at the smallest difference; from equal bits it chooses equally.
+is a choice and could jump at the smallest difference; from equal bits it chooses equally. The same holds on a GPU, in
+float32 without TF32 and by PyTorch's deterministic algorithms, between GPUs of one kind; between a GPU and the CPU it
+does not.
+
+On a GPU the model has a stream of its own. `launch` returns while its kernels still run, and `record` says on the GPU
+itself when they are through.
 
 torch and transformers are imported when a model is built, never by importing this module. They take seconds, so a
-parent that wants several processes calls `warm` and then forks: nothing here starts a thread.
+parent that wants several processes calls `warm` and then forks: nothing here starts a thread. A model on a GPU is built
+by the process that uses it, after the fork.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import inspect
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -154,16 +161,45 @@ class Prefilled(NamedTuple):
     extras: dict[str, int | float | str]
 
 
+class Launched(NamedTuple):
+    """A prefill whose kernels may still run. Tensors of torch on the model's device, valid on the model's stream.
+
+    Attributes:
+        kv: float32 of the shape's `kv_shape`.
+        logits: of the last position, `[vocab]`.
+    """
+
+    kv: Any
+    logits: Any
+
+
 class DemoModel:
     """The model, ready to run. Building it imports torch and transformers (5-8 s the first time in a process).
 
     Sets torch to one thread for the whole process: results stay bit-reproducible and a later `fork` is safe.
+
+    Args:
+        gpu: CUDA ordinal of the GPU that it runs on; None is the CPU. Sets torch to deterministic algorithms for the whole
+            process; `devices.prepare` comes first.
     """
 
-    def __init__(self, seed: int = 0, layers: int = 4, kv_heads: int = DEFAULT_KV_HEADS, model: str = "qwen2") -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        layers: int = 4,
+        kv_heads: int = DEFAULT_KV_HEADS,
+        model: str = "qwen2",
+        *,
+        gpu: int | None = None,
+    ) -> None:
         self.shape = ModelShape(seed, layers, kv_heads, model)
+        self.gpu = gpu
         self._family = _FAMILIES[model]
         self._torch, self._new_cache, self._model = _build(self.shape, self._family)
+        self._device = "cpu" if gpu is None else f"cuda:{gpu}"
+        self._stream: Any = None
+        if gpu is not None:
+            self._stream = _move(self._torch, self._model, self._device)
         names = inspect.signature(self._model.forward).parameters
         # Later versions of transformers 5 have renamed it, and warn.
         self._cache_argument = "cache" if "cache" in names else "past_key_values"
@@ -184,18 +220,57 @@ class DemoModel:
         Raises:
             ConfigError: the installed transformers does not cache latents.
         """
+        launched = self.launch(tokens)
+        first, extras = self.output(launched)
+        return Prefilled(self.fetch(launched), first, extras)
+
+    def launch(self, tokens: Sequence[int]) -> Launched:
+        """Begin to run a whole prompt once. On the CPU it is over when this returns, on a GPU it may not be.
+
+        Raises:
+            ConfigError: the installed transformers does not cache latents.
+        """
         cache = self._new_cache()
-        logits = self._forward(tokens, cache)
-        kv = np.empty(self.shape.kv_shape(len(tokens)), np.float32)
-        for index, layer in enumerate(cache.layers):
-            kv[index] = self._family.join(layer.keys[0].numpy(), layer.values[0].numpy()).swapaxes(1, 2)
-        first = int(logits.argmax())
-        extras: dict[str, int | float | str] = {
-            "prompt_tokens": len(tokens),
-            "first_logit": float(logits[first]),
-            "model": self.shape.fingerprint,
-        }
-        return Prefilled(kv, first, extras)
+        with self.scope(), self._torch.inference_mode():
+            logits = self._forward(tokens, cache)
+            layers = [self._family.join(self._torch, layer.keys[0], layer.values[0]) for layer in cache.layers]
+            kv = self._torch.stack(layers).transpose(2, 3).contiguous()  # from [layers, kv, heads, tokens, dim]
+        return Launched(kv, logits)
+
+    def record(self) -> Any:  # noqa: ANN401  torch is not typed here
+        """A CUDA event behind everything that was launched so far on the model's stream; None on the CPU."""
+        if self._stream is None:
+            return None
+        event = self._torch.cuda.Event()
+        event.record(self._stream)
+        return event
+
+    def output(self, launched: Launched) -> tuple[int, dict[str, int | float | str]]:
+        """The greedy token that follows, and metadata. Waits for the model's stream."""
+        with self.scope():
+            first = int(launched.logits.argmax())
+            extras: dict[str, int | float | str] = {
+                "prompt_tokens": launched.kv.shape[2],
+                "first_logit": float(launched.logits[first]),
+                "model": self.shape.fingerprint,
+            }
+        return first, extras
+
+    def fetch(self, launched: Launched) -> KvArray:
+        """The KV in host memory, float32 of the shape's `kv_shape`. Waits for the model's stream."""
+        with self.scope():
+            kv: KvArray = launched.kv.cpu().numpy()
+        return kv
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Inside, torch on this thread launches to the model's stream; nothing on the CPU."""
+        if self._stream is None:
+            yield
+            return
+        # The device first: leaving a stream sets the device that was current, and would start CUDA on the first GPU too.
+        with self._torch.cuda.device(self.gpu), self._torch.cuda.stream(self._stream):
+            yield
 
     def generate(self, kv: KvArray, first_token: int, count: int) -> list[int]:
         """Greedy tokens of `count` decode steps over nothing but `kv` and the first token; `kv` is only read.
@@ -206,17 +281,20 @@ class DemoModel:
         expected = self.shape.kv_shape(kv.shape[2] if kv.ndim == 5 else 0)
         if kv.shape != expected or kv.dtype != np.float32:
             raise LocalProtocolError(f"kv is {kv.dtype} {kv.shape}; the model takes float32 {expected}")
-        cache = self._new_cache()
-        for index, layer in enumerate(kv.swapaxes(2, 3)):
-            keys, values = (self._torch.from_numpy(plane.copy())[None] for plane in self._family.split(layer))
-            cache.update(keys, values, index)
-        return self._decode(cache, first_token, count)
+        with self.scope():
+            cache = self._new_cache()
+            for index, layer in enumerate(kv.swapaxes(2, 3)):
+                planes = (self._torch.from_numpy(plane.copy())[None] for plane in self._family.split(layer))
+                keys, values = (plane.to(self._device) for plane in planes)
+                cache.update(keys, values, index)
+            return self._decode(cache, first_token, count)
 
     def undivided(self, tokens: Sequence[int], count: int) -> list[int]:
         """The reference: `count + 1` tokens of one run in which the KV never leaves the model's own cache."""
-        cache = self._new_cache()
-        first = int(self._forward(tokens, cache).argmax())
-        return [first, *self._decode(cache, first, count)]
+        with self.scope():
+            cache = self._new_cache()
+            first = int(self._forward(tokens, cache).argmax())
+            return [first, *self._decode(cache, first, count)]
 
     def _decode(self, cache: Any, token: int, count: int) -> list[int]:  # noqa: ANN401  torch is not typed here
         generated = []
@@ -226,26 +304,27 @@ class DemoModel:
         return generated
 
     def _forward(self, tokens: Sequence[int], cache: Any) -> Any:  # noqa: ANN401  torch is not typed here
-        """Logits of the last position, `[vocab]`; `cache` grows by `tokens`."""
+        """Logits of the last position, `[vocab]`; `cache` grows by `tokens`. On a GPU inside `scope`."""
         if not tokens or not all(0 <= token < VOCAB for token in tokens):
             raise LocalProtocolError(f"needs at least one token, each in 0..{VOCAB - 1}")
         if cache.get_seq_length() + len(tokens) > MAX_POSITIONS:
             raise LocalProtocolError(f"more than {MAX_POSITIONS} positions")
         with self._torch.inference_mode():
-            ids = self._torch.tensor([list(tokens)])
+            ids = self._torch.tensor([list(tokens)], device=self._device)
             arguments = {self._cache_argument: cache, "use_cache": True, "logits_to_keep": 1}
             return self._model(input_ids=ids, **arguments).logits[0, -1]
 
 
-def warm(shape: ModelShape) -> DemoModel:
+def warm(shape: ModelShape, gpu: int | None = None) -> DemoModel:
     """Import, build and run once, so that children made by `os.fork` start in milliseconds and use the same model.
 
-    Starts no thread and opens no socket; fork before anything else does (a NIXL agent, an event loop's executor).
+    Starts no thread and opens no socket; fork before anything else does (a NIXL agent, an event loop's executor). A model
+    on a GPU is for the process that calls this, not for its children.
 
     Raises:
         ConfigError: the installed transformers does not cache latents.
     """
-    model = DemoModel(shape.seed, shape.layers, shape.kv_heads, shape.model)
+    model = DemoModel(shape.seed, shape.layers, shape.kv_heads, shape.model, gpu=gpu)
     kv, first, _ = model.prefill([0, 1])
     model.generate(kv, first, 1)
     return model
@@ -254,12 +333,12 @@ def warm(shape: ModelShape) -> DemoModel:
 class _Family(NamedTuple):
     """One architecture: how it is made, and what its cache holds.
 
-    `join` and `split` go between the two tensors of a layer's cache, each `[heads, tokens, dim]`, and the layer's KV
-    `[kv, heads, tokens, dim]`.
+    `join` (of torch's tensors) and `split` (of NumPy's arrays) go between the two tensors of a layer's cache, each `[heads,
+    tokens, dim]`, and the layer's KV `[kv, heads, tokens, dim]`.
     """
 
     make: Callable[[ModelShape], Any]
-    join: Callable[[KvArray, KvArray], KvArray]
+    join: Callable[[Any, Any, Any], Any]
     split: Callable[[KvArray], tuple[KvArray, KvArray]]
 
 
@@ -314,19 +393,19 @@ def _make_mla(shape: ModelShape) -> Any:  # noqa: ANN401  torch is not typed her
     return DeepseekV3ForCausalLM(config)
 
 
-def _join_heads(keys: KvArray, values: KvArray) -> KvArray:
-    return np.stack([keys, values])
+def _join_heads(torch: Any, keys: Any, values: Any) -> Any:  # noqa: ANN401  torch is not typed here
+    return torch.stack([keys, values])
 
 
 def _split_heads(layer: KvArray) -> tuple[KvArray, KvArray]:
     return layer[0], layer[1]
 
 
-def _join_latent(latents: KvArray, rotated: KvArray) -> KvArray:
+def _join_latent(torch: Any, latents: Any, rotated: Any) -> Any:  # noqa: ANN401  torch is not typed here
     """The cache's `keys` are latents and its `values` rotated keys, one head each."""
     if (latents.shape[0], latents.shape[2], rotated.shape[2]) != (1, LATENT_RANK, LATENT_ROPE):
         raise ConfigError("transformers", "this version caches expanded keys and values for mla; use 5.15 or later")
-    return np.concatenate([latents, rotated], axis=-1)[None]
+    return torch.cat([latents, rotated], dim=-1)[None]
 
 
 def _split_latent(layer: KvArray) -> tuple[KvArray, KvArray]:
@@ -355,6 +434,18 @@ def _build(shape: ModelShape, family: _Family) -> tuple[Any, Any, Any]:
             else:
                 parameter.copy_(torch.from_numpy(_weights(shape.seed, name, tuple(parameter.shape))))
     return torch, DynamicCache, model.requires_grad_(False)
+
+
+def _move(torch: Any, model: Any, device: str) -> Any:  # noqa: ANN401  torch is not typed here
+    """Put a model on a GPU, with arithmetic that gives the same bits every time; the stream that it will run on."""
+    torch.set_float32_matmul_precision("highest")  # no TF32
+    # An operation that knows no such algorithm only warns: that of another version of transformers must not end the demo,
+    # which finds out by itself whether tokens are equal.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # a debugging aid, that costs a kernel each time
+    model.to(device)
+    torch.cuda.synchronize(device)
+    return torch.cuda.Stream(device)
 
 
 def _weights(seed: int, name: str, size: tuple[int, ...]) -> KvArray:

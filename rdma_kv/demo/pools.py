@@ -17,6 +17,9 @@ Layouts (`layers`, `heads` are the rank's own; kv = 2, or 1 for a latent):
     trtllm    (pages, layers, kv, heads, page, dim)
     mla       (layers, pages, page, dim)
 
+`RankPool` keeps them in host memory, `TensorPool` as torch tensors, on a GPU for instance; both judge what they hold with
+the same lines, over arrays in host memory.
+
 LightLLM is token-granular: its page size must be 1, and its page table is the request's slot table, one slot a token.
 A page table covers a request from position 0, whatever part of it is written or read.
 """
@@ -24,7 +27,7 @@ A page table covers a request from position 0, whatever part of it is written or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -50,13 +53,14 @@ class _Dims(NamedTuple):
 
 
 class _Engine(NamedTuple):
-    """One engine's tensor: the shapes of its buffers, its layout, and one layer's K or V as an array view.
+    """One engine's tensor: the shapes of its buffers, its layout, and one layer's K or V as a view.
 
-    `plane(buffers, layer, kv, dims)` is a writable view `[pages, page, heads, dim]`; all planes together are all words.
+    `plane(buffers, layer, kv, dims)` is a writable view `[pages, page, heads, dim]` of NumPy's arrays or of torch's tensors;
+    all planes together are all words.
     """
 
     shapes: Callable[[_Dims], list[tuple[int, ...]]]
-    plane: Callable[[list[KvArray], int, int, _Dims], KvArray]
+    plane: Callable[[list[Any], int, int, _Dims], Any]
     layout: Callable[[_Dims], KvLayout]
 
 
@@ -204,13 +208,7 @@ class RankPool:
             LocalProtocolError: a shard of another shape, or a page table that is too short, repeats or leaves the pool.
         """
         d = self._dims
-        tokens = kv_shard.shape[2] if kv_shard.ndim == 5 else 0
-        if kv_shard.shape != (d.layers, d.kv, tokens, d.heads, d.dim) or kv_shard.dtype != np.float32:
-            raise LocalProtocolError(
-                f"rank {self.rank} holds float32 [{d.layers}, {d.kv}, tokens, {d.heads}, {d.dim}], "
-                f"not {kv_shard.dtype} {list(kv_shard.shape)}"
-            )
-        page, offset = self._places(pages, Interval(start, start + tokens))
+        page, offset = self._places(pages, self._positions(kv_shard, start))
         for layer in range(d.layers):
             for kv in range(d.kv):
                 self._engine.plane(self.buffers, layer, kv, d)[page, offset] = kv_shard[layer, kv]
@@ -243,11 +241,11 @@ class RankPool:
         """
         d = self._dims
         places = [self._places(pages, tokens) for pages, tokens in written]
-        expected = self._pattern()
+        expected, found_here = self._pattern(), self._in_host_memory()
         found = []
         for layer in range(d.layers):
             for kv in range(d.kv):
-                now = self._engine.plane(self.buffers, layer, kv, d)
+                now = self._engine.plane(found_here, layer, kv, d)
                 then = self._engine.plane(expected, layer, kv, d)
                 for page, offset in places:
                     then[page, offset] = now[page, offset]
@@ -269,6 +267,26 @@ class RankPool:
         twin.buffers = [buffer.copy() for buffer in self.buffers]
         return twin
 
+    def _in_host_memory(self) -> list[KvArray]:
+        """The buffers, to be looked at."""
+        return self.buffers
+
+    def _positions(self, kv_shard: Any, start: int) -> Interval:  # noqa: ANN401 - an array, or a tensor of torch
+        """Those of a shard that begins at `start`.
+
+        Raises:
+            LocalProtocolError: it is no shard of this rank.
+        """
+        d = self._dims
+        tokens = kv_shard.shape[2] if kv_shard.ndim == 5 else 0
+        shape, dtype = (d.layers, d.kv, tokens, d.heads, d.dim), str(kv_shard.dtype).removeprefix("torch.")
+        if tuple(kv_shard.shape) != shape or dtype != "float32":
+            raise LocalProtocolError(
+                f"rank {self.rank} holds float32 [{d.layers}, {d.kv}, tokens, {d.heads}, {d.dim}], "
+                f"not {dtype} {list(kv_shard.shape)}"
+            )
+        return Interval(start, start + tokens)
+
     def _pattern(self) -> list[KvArray]:
         """The buffers as they were at the start."""
         buffers = []
@@ -289,6 +307,73 @@ class RankPool:
             raise LocalProtocolError(f"{table.size} pages of {self.page_size} tokens do not hold positions {tokens}")
         positions = np.arange(tokens.start, tokens.end)
         return table[positions // self.page_size], positions % self.page_size
+
+
+class TensorPool(RankPool):
+    """The same pages as tensors of torch, on a GPU for instance.
+
+    `write` takes tensors of the same device and only launches: it waits for nothing, and what was written is there for
+    what comes later on the current stream. `read` and `untouched` copy to host memory, and wait for that; transfers that
+    write here must have ended.
+
+    Args:
+        device: as torch names it, such as `cuda:1`.
+    """
+
+    buffers: list[Any]
+
+    def __init__(
+        self,
+        layout: str,
+        component: Component,
+        topology: Topology,
+        rank: int,
+        *,
+        device: str,
+        pages: int,
+        page_size: int,
+        seed: int = 0,
+    ) -> None:
+        import torch
+
+        super().__init__(layout, component, topology, rank, pages=pages, page_size=page_size, seed=seed)
+        self.buffers = [torch.from_numpy(buffer).to(device, copy=True) for buffer in self.buffers]
+
+    def write(self, pages: Sequence[int], kv_shard: Any, *, start: int = 0) -> None:  # noqa: ANN401
+        """As `RankPool.write`, page by page: a list of indices would have to be copied to the GPU, and waited for."""
+        d = self._dims
+        tokens = self._positions(kv_shard, start)
+        self._places(pages, tokens)
+        for layer in range(d.layers):
+            for kv in range(d.kv):
+                plane, rows = self._engine.plane(self.buffers, layer, kv, d), kv_shard[layer, kv]
+                for first in range(tokens.start - tokens.start % d.page, tokens.end, d.page):
+                    here = Interval(first, first + d.page) & tokens
+                    into = plane[pages[first // d.page], here.start - first : here.end - first]
+                    into.copy_(rows[here.start - start : here.end - start])
+
+    def read(self, pages: Sequence[int], tokens: int, *, start: int = 0) -> KvArray:
+        """As `RankPool.read`: an array in host memory."""
+        import torch
+
+        d = self._dims
+        places = self._places(pages, Interval(start, start + tokens))
+        page, offset = (torch.from_numpy(index).to(self.buffers[0].device) for index in places)
+        shard = np.empty((d.layers, d.kv, tokens, d.heads, d.dim), np.float32)
+        for layer in range(d.layers):
+            for kv in range(d.kv):
+                shard[layer, kv] = self._engine.plane(self.buffers, layer, kv, d)[page, offset].cpu().numpy()
+        return shard
+
+    def copy(self) -> RankPool:
+        """As `RankPool.copy`, on the same device."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin.buffers = [buffer.clone() for buffer in self.buffers]
+        return twin
+
+    def _in_host_memory(self) -> list[KvArray]:
+        return [buffer.cpu().numpy() for buffer in self.buffers]
 
 
 def check_pools(layout: str, component: Component, topology: Topology, page_size: int) -> None:
@@ -375,6 +460,12 @@ def cut(kv: KvArray, component: Component, topology: Topology, rank: int) -> KvA
         A new contiguous array `[layers of the stage, kv, tokens, heads of the rank, dim]`; ranks that share a head each
         get it.
     """
+    shard: KvArray = view_of(kv, component, topology, rank).copy()
+    return shard
+
+
+def view_of(kv: Any, component: Component, topology: Topology, rank: int) -> Any:  # noqa: ANN401 - array or tensor
+    """As `cut`, without copying: a view of NumPy's array or of torch's tensor."""
     if (
         kv.ndim != 5
         or kv.shape[:2] != (len(component.layers), component.kv_factor)
@@ -382,7 +473,7 @@ def cut(kv: KvArray, component: Component, topology: Topology, rank: int) -> KvA
     ):
         raise LocalProtocolError(f"KV of shape {list(kv.shape)} is not component {component.name!r} of the model")
     layers, heads = Share.of(component, topology, rank)
-    return kv[layers.start : layers.end, :, :, heads.start : heads.end].copy()
+    return kv[layers.start : layers.end, :, :, heads.start : heads.end]
 
 
 class Assembled(NamedTuple):

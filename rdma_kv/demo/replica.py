@@ -2,6 +2,9 @@
 
 It owns all ranks of a replica, or one of them, in a process of its own (or, on loopback, as a task), and does what the
 parent says over its channel. The model runs on a worker thread, never on the event loop.
+
+With a GPU, model and pools are there. Prefill then only launches: the forward pass, the writes to the pages, and an event
+behind them, with which the KV is pushed before any of it has run.
 """
 
 from __future__ import annotations
@@ -13,19 +16,20 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
 from rdma_kv.agent import Agent
-from rdma_kv.config import StagingConfig, Timeouts
-from rdma_kv.demo.model import DemoModel, KvArray
-from rdma_kv.demo.pools import PageAllocator, RankPool, Share, assemble, cut, pages_for
+from rdma_kv.config import GpuConfig, StagingConfig, Timeouts
+from rdma_kv.demo.model import DemoModel, KvArray, Launched
+from rdma_kv.demo.pools import PageAllocator, RankPool, Share, TensorPool, assemble, cut, pages_for, view_of
 from rdma_kv.demo.verify import alteration_is_seen, compare, control_page_size, fingerprints, overwrite_page
 from rdma_kv.demo.wire import (
     Arrived,
     Channel,
     Decode,
+    Expected,
     Failed,
     Go,
     Inspect,
@@ -34,6 +38,7 @@ from rdma_kv.demo.wire import (
     Sent,
     Started,
     Stop,
+    Undivided,
     Verified,
     Verify,
 )
@@ -58,6 +63,7 @@ class ReplicaSpec:
         ranks: those of the replica that this process owns.
         pages: size of each rank's pool.
         request_timeout_s: for one transfer.
+        gpu: CUDA ordinal of the GPU that has the model and the pools; None is host memory.
     """
 
     role: Role
@@ -70,6 +76,13 @@ class ReplicaSpec:
     seed: int
     registry: Path
     request_timeout_s: float
+    gpu: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For people."""
+        name = f"{self.role.value}/{self.replica}"
+        return name if self.alone else f"{name} rank {self.ranks[0]}"
 
     @property
     def alone(self) -> bool:
@@ -91,7 +104,17 @@ class ReplicaSpec:
             cluster=CLUSTER,
             staging=STAGING,
             timeouts=Timeouts(transfer=self.request_timeout_s, quiesce=5.0),
+            gpu=None if self.gpu is None else GpuConfig(self.gpu),
         )
+
+    def pool(self, model: DemoModel, rank: int) -> RankPool:
+        """The pool of one rank, where the model is."""
+        component = model.spec().components[0]
+        arguments = self.layout, component, self.topology, rank
+        if self.gpu is None:
+            return RankPool(*arguments, pages=self.pages, page_size=self.page_size, seed=self.seed)
+        device = f"cuda:{self.gpu}"
+        return TensorPool(*arguments, device=device, pages=self.pages, page_size=self.page_size, seed=self.seed)
 
 
 @dataclass
@@ -101,6 +124,17 @@ class _Held:
     pages: list[int]
     tokens: int
     first_token: int = 0
+
+
+class _Filled(NamedTuple):
+    """Prefill's KV, in its pages or on the way there.
+
+    Attributes:
+        ready: a CUDA event behind the last write; None on the CPU, where all is there.
+    """
+
+    launched: Launched
+    ready: Any
 
 
 @dataclass
@@ -116,12 +150,8 @@ class Replica:
 
     def __post_init__(self) -> None:
         spec = self.spec
-        component = self.model.spec().components[0]
         for rank in spec.ranks:
-            pool = RankPool(
-                spec.layout, component, spec.topology, rank, pages=spec.pages, page_size=spec.page_size, seed=spec.seed
-            )
-            self.pools[rank] = pool
+            pool = self.pools[rank] = spec.pool(self.model, rank)
             self.agent.register_pool(pool.layout, pool.buffers, replica=spec.replica, rank=rank)
         self._allocator = PageAllocator(spec.pages, spec.seed)
 
@@ -134,27 +164,41 @@ class Replica:
         self.held[number] = _Held(pages, tokens)
         return pages
 
-    def fill(self, pages: list[int], kv: KvArray) -> None:
-        component = self.model.spec().components[0]
-        for rank, pool in self.pools.items():
-            pool.write(pages, cut(kv, component, self.spec.topology, rank))
+    def fill(self, pages: list[int], prompt: list[int]) -> _Filled:
+        """Compute a prompt's KV and write it to its pages; on a GPU, only launch that."""
+        component, topology = self.model.spec().components[0], self.spec.topology
+        with self.model.scope():
+            launched = self.model.launch(prompt)
+            for rank, pool in self.pools.items():
+                if isinstance(pool, TensorPool):
+                    pool.write(pages, view_of(launched.kv, component, topology, rank))
+                else:
+                    pool.write(pages, cut(launched.kv.numpy(), component, topology, rank))
+            return _Filled(launched, self.model.record())
 
     async def prefill(self, job: Prefill) -> Sent:
         begin = time.perf_counter()
-        done = await self.compute(partial(self.model.prefill, job.prompt))
         pages = self.take(job.number, len(job.prompt))
-        await self.compute(partial(self.fill, pages, done.kv))
-        prints = await self.compute(partial(fingerprints, done.kv))
-        filled = time.perf_counter()
+        filled = await self.compute(partial(self.fill, pages, job.prompt))
+        pushed = time.perf_counter()
         to = ReplicaId(Role.DECODE.value, job.to)
         async with self.agent.send(job.key, self.spec.replica, pages, to=to, tokens=len(job.prompt)) as out:
-            await out.push()
-            out.metadata.update(done.extras, first_token=done.first_token)
-        seconds = time.perf_counter() - filled
+            await out.push(ready=filled.ready)
+            output = partial(self.model.output, filled.launched)
+            first_token, extras = (
+                output() if filled.ready is None else await self.compute(output)
+            )  # a GPU is waited for
+            out.metadata.update(extras, first_token=first_token)
+        seconds = time.perf_counter() - pushed
         times = out.times
         stats = self.agent.stats()
         started = [name for name, state in stats["transports"].items() if state == "started"]
-        return Sent(job.number, prints, filled - begin, seconds, times.gather, times.write, stats["lanes"], started)
+        prints = await self.compute(lambda: fingerprints(self.model.fetch(filled.launched)))
+        return Sent(job.number, prints, pushed - begin, seconds, times.gather, times.write, stats["lanes"], started)
+
+    async def undivided(self, job: Undivided) -> Expected:
+        tokens = await self.compute(partial(self.model.undivided, job.prompt, job.new_tokens))
+        return Expected(job.number, tokens)
 
     async def decode(self, job: Decode) -> Arrived:
         pages = self.take(job.number, job.prompt_tokens)
@@ -169,7 +213,8 @@ class Replica:
         return Arrived(job.number, received.received_bytes, received.times.scatter, encoded)
 
     def _shards(self, held: _Held) -> dict[int, KvArray]:
-        return {rank: pool.read(held.pages, held.tokens) for rank, pool in self.pools.items()}
+        with self.model.scope():
+            return {rank: pool.read(held.pages, held.tokens) for rank, pool in self.pools.items()}
 
     def _decode_shard(self, rank: int, data: bytes, tokens: int) -> KvArray:
         """Another process's shard `[layers of its stage, kv, tokens, heads, dim]`."""
@@ -208,7 +253,8 @@ class Replica:
 
     def inspect(self) -> Inspected:
         used = [(held.pages, Interval(0, held.tokens)) for held in self.held.values()]
-        return Inspected([text for pool in self.pools.values() for text in pool.untouched(used)])
+        with self.model.scope():
+            return Inspected([text for pool in self.pools.values() for text in pool.untouched(used)])
 
 
 async def serve(
@@ -225,7 +271,7 @@ async def serve(
     await channel.close()
 
 
-async def _answer(replica: Replica, message: Prefill | Decode | Verify | Inspect, channel: Channel) -> None:
+async def _answer(replica: Replica, message: Prefill | Decode | Undivided | Verify | Inspect, channel: Channel) -> None:
     number = -1 if isinstance(message, Inspect) else message.number
     try:
         match message:
@@ -233,6 +279,8 @@ async def _answer(replica: Replica, message: Prefill | Decode | Verify | Inspect
                 channel.send(await replica.prefill(message))
             case Decode():
                 channel.send(await replica.decode(message))
+            case Undivided():
+                channel.send(await replica.undivided(message))
             case Verify():
                 channel.send(await replica.verify(message))
             case Inspect():

@@ -2,6 +2,9 @@
 
 Every replica, or every rank, is a process of its own, forked after the model's imports and before any thread or
 event loop exists. On loopback, which lives in one process, they are tasks.
+
+With GPUs each process builds the model by itself, after the fork, and the parent never does: CUDA does not survive a
+fork. The tokens of the undivided run come from a prefill process then, so that the same kind of device computes them.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ import socket
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rdma_kv.demo import devices
 from rdma_kv.demo.model import DemoModel, ModelShape, warm
 from rdma_kv.demo.pools import check_pools, pages_for
 from rdma_kv.demo.replica import CLUSTER, ReplicaSpec, model_thread, serve
@@ -28,6 +32,7 @@ from rdma_kv.demo.wire import (
     Arrived,
     Channel,
     Decode,
+    Expected,
     Failed,
     Go,
     Inspect,
@@ -36,6 +41,7 @@ from rdma_kv.demo.wire import (
     Sent,
     Started,
     Stop,
+    Undivided,
     Verified,
     Verify,
 )
@@ -51,6 +57,7 @@ from rdma_kv.types import AgentId, Role
 
 NEW_TOKENS = 16
 _AT_ONCE = 4  # requests under way
+_LOAD_S = 180.0  # for processes that each import torch, build the model, start CUDA and compile kernels
 
 
 @dataclass(frozen=True)
@@ -74,9 +81,14 @@ class DemoOptions:
     seed: int
     timeout_s: float
     processes: str = "replica"
+    device: str = devices.CPU
+
+    @property
+    def on_gpus(self) -> bool:
+        return self.device != devices.CPU
 
     def check(self) -> None:
-        """Raises ConfigError where model, sides or counts do not fit together."""
+        """Raises ConfigError where model, sides or counts do not fit together, or the GPUs asked for are not there."""
         spec = self.shape.spec()
         check_pair(spec, self.prefill.topology, self.decode.topology)
         for option, engine in (("--prefill", self.prefill), ("--decode", self.decode)):
@@ -87,6 +99,8 @@ class DemoOptions:
         names(self.transport, option="--transport", also=("loopback",))
         if self.processes not in {"replica", "rank"}:
             raise ConfigError("--processes", f"{self.processes!r}; use replica or rank")
+        devices.check_device(self.device, self.transport)
+        devices.gpus(self.device)  # last, since it takes seconds
 
 
 @dataclass(frozen=True)
@@ -117,6 +131,8 @@ class Verdict:
     inspected: int = 0
     failures: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    loading_s: float = 0.0  # of processes that load the model themselves
+    device: str = devices.CPU  # or the GPUs in use
 
     @property
     def complete(self) -> bool:
@@ -165,6 +181,7 @@ class Verdict:
             "pages_untouched": self.inspected > 0 and not self.touched,
             "control_changed": self.complete and not self.blind_controls,
             "distinct_tokens": round(self.distinct_tokens, 2),
+            "device": self.device,
             "transport": "+".join(self.transports) or "none",
             "lane": "+".join(self.lanes) or "none",
             "seconds": round(self.seconds, 3),
@@ -179,26 +196,32 @@ Progress = Callable[[str, int], None]
 
 
 def run_demo(options: DemoOptions, progress: Progress) -> Verdict:
-    """Run the whole demo. Call it from a process without threads: it forks.
+    """Run the whole demo. Call it from a process without threads that has not used CUDA: it forks.
 
     Raises:
         ConfigError: options that do not fit together.
+        LocalProtocolError: this process has used CUDA.
         RdmaKvError: the replicas could not be started.
     """
     options.check()
     if options.transport != "loopback":
         prepare_ucx_environment(os.environ)
-    progress("loading the model", 0)
-    model = warm(options.shape)
+    model = None
+    if options.on_gpus:
+        devices.check_unused()
+    else:
+        progress("loading the model", 0)
+        model = warm(options.shape)
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="rdma-kv-demo-") as folder, contextlib.ExitStack() as stack:
-        specs = _specs(options, Path(folder) / "registry.toml")
-        if options.transport != "loopback":
-            sockets = stack.enter_context(_processes(specs, model, options.transport))
-            verdict = asyncio.run(_parent(options, specs, model, progress, _connect(sockets)))
+        specs = process_specs(options, Path(folder) / "registry.toml")
+        if model is None or options.transport != "loopback":
+            make = partial(_build_here, options.shape) if model is None else partial(_inherited, model)
+            start = _connect(stack.enter_context(_processes(specs, make, options.transport)))
         else:
-            verdict = asyncio.run(_parent(options, specs, model, progress, _tasks(specs, model)))
-    verdict.seconds = time.perf_counter() - begin
+            start = _tasks(specs, model)
+        verdict = asyncio.run(_parent(options, specs, model, progress, start))
+    verdict.seconds = time.perf_counter() - begin - verdict.loading_s
     return verdict
 
 
@@ -217,7 +240,12 @@ def place(options: DemoOptions) -> list[Request]:
     return requests
 
 
-def _specs(options: DemoOptions, registry: Path) -> list[ReplicaSpec]:
+def process_specs(options: DemoOptions, registry: Path) -> list[ReplicaSpec]:
+    """One for each process: those of prefill, then those of decode, each in the order of their ranks.
+
+    Raises:
+        ConfigError: the GPUs asked for are not there.
+    """
     requests = place(options)
     specs = []
     for role, engine in ((Role.PREFILL, options.prefill), (Role.DECODE, options.decode)):
@@ -240,18 +268,38 @@ def _specs(options: DemoOptions, registry: Path) -> list[ReplicaSpec]:
                 )
                 for group in ([ranks] if options.processes == "replica" else [(rank,) for rank in ranks])
             ]
-    return specs
+    ordinals = devices.gpus(options.device)
+    if not ordinals:
+        return specs
+    prefill = sum(spec.role is Role.PREFILL for spec in specs)
+    placed = devices.spread(ordinals, prefill, len(specs) - prefill)
+    return [replace(spec, gpu=gpu) for spec, gpu in zip(specs, [*placed[0], *placed[1]], strict=True)]
+
+
+ModelMaker = Callable[[ReplicaSpec], DemoModel]
+"""How a process comes by its model."""
+
+
+def _inherited(model: DemoModel, spec: ReplicaSpec) -> DemoModel:
+    """From the parent, by the fork."""
+    return model
+
+
+def _build_here(shape: ModelShape, spec: ReplicaSpec) -> DemoModel:
+    """By building it in the process that will use it, on its GPU."""
+    devices.prepare(os.environ)
+    return warm(shape, spec.gpu)
 
 
 @contextlib.contextmanager
-def _processes(specs: list[ReplicaSpec], model: DemoModel, transport: str) -> Iterator[list[socket.socket]]:
+def _processes(specs: list[ReplicaSpec], make: ModelMaker, transport: str) -> Iterator[list[socket.socket]]:
     """Fork one process per spec; end them, by force if need be, on the way out."""
     context = multiprocessing.get_context("fork")
     pairs = [socket.socketpair() for _ in specs]
     children = []
     for number, spec in enumerate(specs):
         others = [end for n, pair in enumerate(pairs) for end in pair if (n, end) != (number, pair[1])]
-        child = context.Process(target=_child, args=(spec, model, transport, pairs[number][1], others), daemon=True)
+        child = context.Process(target=_child, args=(spec, make, transport, pairs[number][1], others), daemon=True)
         child.start()
         children.append(child)
     for _, theirs in pairs:
@@ -267,10 +315,11 @@ def _processes(specs: list[ReplicaSpec], model: DemoModel, transport: str) -> It
 
 
 def _child(
-    spec: ReplicaSpec, model: DemoModel, transport: str, end: socket.socket, others: list[socket.socket]
+    spec: ReplicaSpec, make: ModelMaker, transport: str, end: socket.socket, others: list[socket.socket]
 ) -> None:
     for other in others:
         other.close()
+    model = make(spec)
 
     async def main() -> None:
         channel = Channel(*await asyncio.open_connection(sock=end))
@@ -359,8 +408,7 @@ class _Station:
 
     @property
     def name(self) -> str:
-        name = f"{self.spec.role.value}/{self.spec.replica}"
-        return name if self.spec.alone else f"{name} rank {self.spec.ranks[0]}"
+        return self.spec.name
 
     def _future(self, answer: type, number: int) -> asyncio.Future[Any]:
         """Of one answer, which may come before it is asked for."""
@@ -378,19 +426,28 @@ class _Station:
 async def _parent(
     options: DemoOptions,
     specs: list[ReplicaSpec],
-    model: DemoModel,
+    model: DemoModel | None,
     progress: Progress,
     start: contextlib.AbstractAsyncContextManager[list[Channel]],
 ) -> Verdict:
-    verdict = Verdict(options.requests)
+    verdict = Verdict(options.requests, device=devices.name([spec.gpu for spec in specs if spec.gpu is not None]))
+    limit_s = options.timeout_s
     async with start as channels:
         stations = [_Station(spec, channel) for spec, channel in zip(specs, channels, strict=True)]
         listeners = [asyncio.create_task(station.listen()) for station in stations]
         try:
-            async with asyncio.timeout(options.timeout_s):
+            begin = time.perf_counter()
+            if model is None:
+                limit_s = _LOAD_S
+                async with asyncio.timeout(limit_s):
+                    await _start(options, stations, f"loading the model on {verdict.device}", progress)
+                limit_s, verdict.loading_s = options.timeout_s, time.perf_counter() - begin
+            async with asyncio.timeout(limit_s):
+                if model is not None:
+                    await _start(options, stations, "starting the agents", progress)
                 await _drive(options, stations, model, progress, verdict)
         except TimeoutError:
-            verdict.failures.append(f"not finished within {options.timeout_s:.0f} s")
+            verdict.failures.append(f"not finished within {limit_s:.0f} s")
         finally:
             for listener in listeners:
                 listener.cancel()
@@ -398,14 +455,18 @@ async def _parent(
     return verdict
 
 
-async def _drive(
-    options: DemoOptions, stations: list[_Station], model: DemoModel, progress: Progress, verdict: Verdict
-) -> None:
-    progress("starting the agents", 0)
+async def _start(options: DemoOptions, stations: list[_Station], stage: str, progress: Progress) -> None:
+    """Wait until all agents listen, and tell them of each other."""
+    progress(stage, 0)
     addresses = await asyncio.gather(*(station.ask(None, Started, -1) for station in stations))
     _write_registry(options, stations, addresses)
     for station in stations:
         station._channel.send(Go())
+
+
+async def _drive(
+    options: DemoOptions, stations: list[_Station], model: DemoModel | None, progress: Progress, verdict: Verdict
+) -> None:
     by_place: dict[tuple[Role, int], list[_Station]] = {}
     for station in stations:
         by_place.setdefault((station.spec.role, station.spec.replica), []).append(station)
@@ -415,7 +476,7 @@ async def _drive(
         async def one(request: Request) -> None:
             async with gate:
                 try:
-                    await _request(request, by_place, model, executor, verdict)
+                    await _request(request, by_place, _reference(request, by_place, model, executor), verdict)
                 except RdmaKvError as exc:
                     verdict.failures.append(str(exc))
                 progress("moving KV", len(verdict.verified) + len(verdict.failures))
@@ -428,11 +489,30 @@ async def _drive(
         verdict.touched += [f"{station.name}: {text}" for text in inspected.touched]
 
 
+def _reference(
+    request: Request,
+    stations: dict[tuple[Role, int], list[_Station]],
+    model: DemoModel | None,
+    executor: Executor,
+) -> Callable[[], Awaitable[list[int]]]:
+    """What begins the undivided run of a request: here, or in its prefill process where that has the GPU."""
+
+    async def there() -> list[int]:
+        question = Undivided(request.number, request.prompt, NEW_TOKENS)
+        expected = await stations[Role.PREFILL, request.prefill][0].ask(question, Expected, request.number)
+        tokens: list[int] = expected.tokens
+        return tokens
+
+    if model is None:
+        return there
+    work = partial(model.undivided, request.prompt, NEW_TOKENS)
+    return lambda: asyncio.get_running_loop().run_in_executor(executor, work)
+
+
 async def _request(
     request: Request,
     stations: dict[tuple[Role, int], list[_Station]],
-    model: DemoModel,
-    executor: Executor,
+    reference: Callable[[], Awaitable[list[int]]],
     verdict: Verdict,
 ) -> None:
     """One request through prefill, transfer, decode and judgement. The first process of a replica leads it."""
@@ -446,13 +526,9 @@ async def _request(
     )
     sent, arrived = answers[: len(prefill)], answers[len(prefill) :]
     verdict.sent[number], verdict.arrived[number] = sent, arrived
-    undivided = asyncio.get_running_loop().run_in_executor(
-        executor, partial(model.undivided, request.prompt, NEW_TOKENS)
-    )
     shards = {rank: data for answer in arrived for rank, data in answer.shards.items()}
-    verified = await decode[0].ask(Verify(number, sent[0].fingerprints, NEW_TOKENS, shards), Verified, number)
-    verdict.expected[number] = await undivided
-    verdict.verified[number] = verified
+    verify = decode[0].ask(Verify(number, sent[0].fingerprints, NEW_TOKENS, shards), Verified, number)
+    verdict.expected[number], verdict.verified[number] = await asyncio.gather(reference(), verify)
 
 
 def _write_registry(options: DemoOptions, stations: list[_Station], addresses: list[Started]) -> None:

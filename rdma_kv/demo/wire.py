@@ -63,6 +63,21 @@ class Arrived(Struct, frozen=True, tag=True):
     shards: dict[int, bytes]
 
 
+class Undivided(Struct, frozen=True, tag=True):
+    """Parent to a prefill process: run this prompt as if nothing were divided, on the kind of device that is used here."""
+
+    number: int
+    prompt: list[int]
+    new_tokens: int
+
+
+class Expected(Struct, frozen=True, tag=True):
+    """Prefill process: the tokens of the undivided run."""
+
+    number: int
+    tokens: list[int]
+
+
 class Verify(Struct, frozen=True, tag=True):
     """Parent to a decode process: judge what arrived against what prefill wrote, and generate from it.
 
@@ -107,7 +122,22 @@ class Stop(Struct, frozen=True, tag=True):
     """Parent: close the agent and end."""
 
 
-Message = Started | Go | Prefill | Sent | Decode | Arrived | Verify | Verified | Inspect | Inspected | Failed | Stop
+Message = (
+    Started
+    | Go
+    | Prefill
+    | Sent
+    | Decode
+    | Arrived
+    | Undivided
+    | Expected
+    | Verify
+    | Verified
+    | Inspect
+    | Inspected
+    | Failed
+    | Stop
+)
 _decoder = msgspec.msgpack.Decoder(Message)
 
 

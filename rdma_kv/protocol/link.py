@@ -95,7 +95,7 @@ class Identity:
     """One side of a link: everything that its HELLO says, in our own words.
 
     `checksum` names the algorithm of the chunks' checksums, or none. `heartbeat_ms` and `lease_ms` are what this side
-    would keep by itself; see `protocol.liveness`.
+    would keep by itself; see `protocol.liveness`. `device_transports` and `device_lanes` are as in HELLO.
     """
 
     id: AgentId
@@ -111,6 +111,8 @@ class Identity:
     lease_ms: int = 10_000
     process: Process = Process()
     checksum: str = ""
+    device_transports: tuple[str, ...] = ()
+    device_lanes: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
@@ -122,7 +124,6 @@ class Identity:
         return frozenset(owned.rank for owned in self.owns)
 
     def hello(self) -> Hello:
-        topology = self.topology
         return Hello(
             version=PROTOCOL_VERSION,
             cluster=self.id.cluster,
@@ -130,18 +131,11 @@ class Identity:
             role=self.id.role.value,
             rank=self.id.rank,
             incarnation=self.incarnation,
-            topology=TopologyFacts(
-                topology.tp,
-                topology.pp,
-                topology.cp,
-                topology.dp,
-                list(topology.layers_per_stage),
-                str(topology.cp_split),
-            ),
+            topology=topology_facts(self.topology),
             tie_break=self.tie_break.value,
             fingerprint=self.model.fingerprint,
             components=[
-                _component_facts(component, page_size)
+                component_facts(component, page_size)
                 for component, page_size in zip(self.model.components, self.page_sizes, strict=True)
             ],
             owns=[(owned.replica, owned.rank) for owned in self.owns],
@@ -153,6 +147,8 @@ class Identity:
             pid=self.process.pid,
             started=self.process.started,
             checksum=self.checksum,
+            device_transports=list(self.device_transports),
+            device_lanes=list(self.device_lanes),
         )
 
 
@@ -185,6 +181,15 @@ class Link:
         """
         assert self.remote is not None
         return "" if self.control_only else choose_transport(self.own, self.remote)
+
+    @property
+    def device_staging(self) -> bool:
+        """Whether KV of this link passes through staging on the GPUs of both sides, rather than in host memory.
+
+        Only once it is up.
+        """
+        assert self.remote is not None
+        return not self.control_only and writes_devices(self.own, self.remote, self.transport)
 
     @property
     def control_only(self) -> bool:
@@ -310,8 +315,8 @@ def read_hello(peer: str, message: Hello) -> Identity:
     if message.version != PROTOCOL_VERSION:
         raise IncompatiblePeerError(peer, "version", f"speaks protocol {message.version}, we speak {PROTOCOL_VERSION}")
     try:
-        topology = _read_topology(message.topology)
-        model = ModelSpec(tuple(_read_component(facts) for facts in message.components), message.fingerprint)
+        topology = read_topology(message.topology)
+        model = ModelSpec(tuple(read_component(facts) for facts in message.components), message.fingerprint)
         role, tie_break = Role(message.role), TieBreak(message.tie_break)
         owns = tuple(Owned(replica, rank) for replica, rank in message.owns)
         if owns != topology.owned(sorted({rank for _, rank in message.owns})):
@@ -322,6 +327,8 @@ def read_hello(peer: str, message: Hello) -> Identity:
             raise ConfigError("slot_bytes", "slot_bytes and page_size must be positive")
         if len(set(message.transports)) != len(message.transports):
             raise ConfigError("transports", "names one twice")
+        if not set(message.device_transports) <= set(message.transports):
+            raise ConfigError("device_transports", "names one that is not among transports")
         if message.lease_ms <= 3 * message.heartbeat_ms:
             raise ConfigError("lease_ms", "is not more than three heartbeats")
     except (ConfigError, ValueError) as exc:
@@ -340,6 +347,8 @@ def read_hello(peer: str, message: Hello) -> Identity:
         lease_ms=message.lease_ms,
         process=Process(message.host, message.pid, message.started),
         checksum=message.checksum,
+        device_transports=tuple(message.device_transports),
+        device_lanes=tuple(message.device_lanes),
     )
 
 
@@ -406,13 +415,15 @@ def check_compatible(own: Identity, remote: Identity) -> None:
 def choose_transport(own: Identity, remote: Identity) -> str:
     """The first data plane of the prefill side's list that the decode side has too: the same, whichever side asks.
 
+    One that can write from GPU to GPU comes before all that cannot.
+
     Raises:
         IncompatiblePeerError: `field` is `transport`; they have none in common.
     """
     prefill, decode = (own, remote) if own.id.role is Role.PREFILL else (remote, own)
-    for transport in prefill.transports:
-        if transport in decode.transports:
-            return transport
+    common = [transport for transport in prefill.transports if transport in decode.transports]
+    if common:
+        return next((transport for transport in common if writes_devices(own, remote, transport)), common[0])
     text = (
         f"prefill has {', '.join(map(repr, prefill.transports))}, decode has {', '.join(map(repr, decode.transports))}, "
         "and none is common; set the same transport on both sides, or auto on both and install what one side lacks"
@@ -420,7 +431,18 @@ def choose_transport(own: Identity, remote: Identity) -> str:
     raise IncompatiblePeerError(str(remote.id), "transport", text)
 
 
-def _component_facts(component: Component, page_size: int) -> ComponentFacts:
+def writes_devices(own: Identity, remote: Identity, transport: str) -> bool:
+    """Whether a transport leads from staging on a GPU of one side to staging on a GPU of the other: by cuda_ipc between two
+    processes of one host, or by rdma. The same, whichever side asks."""
+    if transport not in own.device_transports or transport not in remote.device_transports:
+        return False
+    lanes = set(own.device_lanes) & set(remote.device_lanes)
+    same_host = own.process.host == remote.process.host != ""
+    return "rdma" in lanes or ("cuda_ipc" in lanes and same_host)
+
+
+def component_facts(component: Component, page_size: int) -> ComponentFacts:
+    """A component as messages carry it."""
     return ComponentFacts(
         name=component.name,
         layers=list(component.layers),
@@ -436,7 +458,8 @@ def _component_facts(component: Component, page_size: int) -> ComponentFacts:
     )
 
 
-def _read_component(facts: ComponentFacts) -> Component:
+def read_component(facts: ComponentFacts) -> Component:
+    """Raises ConfigError where it is none."""
     return Component(
         facts.name,
         tuple(facts.layers),
@@ -451,6 +474,13 @@ def _read_component(facts: ComponentFacts) -> Component:
     )
 
 
-def _read_topology(facts: TopologyFacts) -> Topology:
+def topology_facts(topology: Topology) -> TopologyFacts:
+    """A topology as messages carry it."""
+    stages = list(topology.layers_per_stage)
+    return TopologyFacts(topology.tp, topology.pp, topology.cp, topology.dp, stages, str(topology.cp_split))
+
+
+def read_topology(facts: TopologyFacts) -> Topology:
+    """Raises ConfigError where it is none."""
     stages = tuple(facts.layers_per_stage)
     return Topology(facts.tp, facts.pp, facts.cp, facts.dp, stages, ContextSplit.parse(facts.cp_split))

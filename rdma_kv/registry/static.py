@@ -19,6 +19,7 @@ It is read at the first look-up and again when it has changed, so a deployment c
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class StaticRegistry:
         self._path = Path(path)
         self._stamp: tuple[int, int, int] | None = None
         self._engines: dict[str, EngineRecord] = {}
+        self._hosts: frozenset[str] = frozenset()
 
     def engine(self, name: str) -> EngineRecord:
         """Raises ConfigError where the file has no such engine, or cannot be used."""
@@ -114,6 +116,12 @@ class StaticRegistry:
     def agents_of(self, replica: ReplicaId) -> tuple[AgentRecord, ...]:
         return self.engine(replica.engine).agents_of(replica.index)
 
+    def hosts(self) -> frozenset[str]:
+        """Where the agents of all engines listen, as the file writes it; as it was read last while it cannot be used."""
+        with contextlib.suppress(ConfigError):  # who looks up an engine is told
+            self._reload()
+        return self._hosts
+
     def _reload(self) -> None:
         try:
             stat = self._path.stat()
@@ -124,6 +132,7 @@ class StaticRegistry:
         except OSError as exc:
             raise ConfigError("registry", f"cannot read {self._path}: {exc.strerror}") from exc
         self._engines = parse_registry(text)
+        self._hosts = frozenset(agent.host for engine in self._engines.values() for agent in engine.agents)
         self._stamp = stamp
 
 

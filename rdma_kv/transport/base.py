@@ -6,8 +6,10 @@ one endpoint never disturbs another.
 
 What a back-end promises, and the conformance suite checks:
 
-* `register` takes host memory once; every endpoint, present or future, can use it. Memory stays the caller's and must
-  outlive the registration.
+* `register` takes memory once, of the host or, where the back-end can, of a GPU; every endpoint, present or future, can
+  use it. Memory stays the caller's and must outlive the registration.
+* Memory of a GPU goes only by ways that are made for it. A WRITE that has none (host memory to a GPU over cuda_ipc, say)
+  is refused with `NOT_POSTED` before anything is posted: copy to pinned host memory and WRITE from there.
 * `Endpoint.metadata()` is what the *peer* needs to reach us. It is wrapped (magic, version, length, checksum) before it
   leaves, and `connect` opens the wrapping before the back-end sees a byte, because a damaged blob can brick a back-end.
 * `write` returns when all bytes are visible at the remote side and the notification has been handed on. It raises
@@ -27,6 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from rdma_kv import errors
 from rdma_kv.errors import RegistrationError
 from rdma_kv.types import Descriptor, Region
 
@@ -38,6 +41,9 @@ NOT_POSTED: Final = "not-posted"
 FENCED: Final = "fenced"
 """`TransportError.status` of a WRITE that a fence ended: nothing of it reads local memory any more. What has left may
 still land at the peer."""
+
+DEVICE_MEMORY: Final = errors.DEVICE_MEMORY
+"""`RegistrationError.status` of all refusals that concern memory of a GPU."""
 
 _MAGIC = b"RKVM"
 _VERSION = 1
@@ -64,7 +70,13 @@ class Endpoint(Protocol):
         """What carries the bytes, in honest words; `unknown` before it is known.
 
         `tcp`, `cma`, `shm` (another kind of shared memory), `rdma`, `loopback`; `cuda_ipc` between GPUs of one host.
+        It is the way between GPUs where both sides have registered memory of a GPU, else the same as `host_lane`.
         """
+        ...
+
+    @property
+    def host_lane(self) -> str:
+        """What carries bytes between host memories, also where memory of GPUs is registered; `unknown` as for `lane`."""
         ...
 
     async def metadata(self) -> bytes:
@@ -152,12 +164,16 @@ class Transport(Protocol):
         """End all endpoints, then free the back-end. Idempotent."""
         ...
 
-    async def register(self, address: int, length_bytes: int) -> Region:
-        """Register host memory `[address, address + length_bytes)`. Same range again: the same region, counted.
+    async def register(self, address: int, length_bytes: int, *, device: int = 0) -> Region:
+        """Register memory `[address, address + length_bytes)`. Same range again: the same region, counted.
+
+        Args:
+            device: 0 for the host, else the CUDA ordinal + 1: memory of cudaMalloc on that GPU.
 
         Raises:
-            ConfigError: zero length, or an overlap with another region that is not the same range.
-            RegistrationError: the back-end refused it.
+            ConfigError: zero length, a negative device, or an overlap with another region that is not the same range.
+            RegistrationError: the back-end refused it. With status `DEVICE_MEMORY`: it moves no memory of GPUs here, or
+                the range is not what `device` says; the text says which.
         """
         ...
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 import msgspec
 
 from rdma_kv.errors import ClosedError, ConfigError, RegistrationError, TransportError
-from rdma_kv.transport.base import FENCED, NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
+from rdma_kv.transport.base import DEVICE_MEMORY, FENCED, NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
 from rdma_kv.transport.listening import ListeningEndpoint
 from rdma_kv.transport.regions import Piece, RegionTable, batches, check_pairs
 from rdma_kv.types import Descriptor, Region
@@ -180,6 +180,11 @@ class LoopbackEndpoint(ListeningEndpoint):
     @property
     def lane(self) -> str:
         return "unknown" if self._remote is None else _BACKEND
+
+    @property
+    def host_lane(self) -> str:
+        """The only one there is."""
+        return self.lane
 
     @property
     def closed(self) -> bool:
@@ -374,14 +379,21 @@ class LoopbackTransport:
         for endpoint in tuple(self._endpoints.values()):
             await endpoint.close()
 
-    async def register(self, address: int, length_bytes: int) -> Region:
+    async def register(self, address: int, length_bytes: int, *, device: int = 0) -> Region:
         """Make `[address, address + length_bytes)` known. It stays the caller's and must outlive the registration.
 
+        Args:
+            device: 0; this transport copies with the CPU.
+
         Raises:
-            ConfigError: zero length, or an overlap.
+            ConfigError: zero length, a negative device, or an overlap.
+            RegistrationError: memory of a GPU; its status is `DEVICE_MEMORY`.
         """
         self._check_open()
-        region = Region(address, length_bytes)
+        if device > 0:
+            text = f"device {device}: the loopback transport copies host memory only; register a copy in host memory"
+            raise RegistrationError(_BACKEND, DEVICE_MEMORY, text)
+        region = Region(address, length_bytes, device)
         self._regions.add(region)
         return region
 

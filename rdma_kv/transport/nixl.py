@@ -1,12 +1,19 @@
-"""NIXL (with its UCX back-end) as a transport, host memory only.
+"""NIXL (with its UCX back-end) as a transport, for memory of the host and of GPUs.
 
 Theory of operation. One NIXL agent per endpoint, made when the endpoint is first needed; one owner thread per transport
 that makes every NIXL call (`nixl_owner`); all that is in flight belongs to the endpoint's `NixlLink` on that thread
 (`nixl_link`). This module is the half on the event loop: it turns calls into jobs and answers into results.
 
-The peer's metadata travels as one MessagePack array in the envelope of `base`: NIXL's own blob, the NIXL agent's name,
-a scratch byte for `notify`, the exported regions (checked before a byte is posted, since tcp and cma enforce no key),
-and what is needed to name the lane.
+The peer's metadata travels as one MessagePack array in the envelope of `base` (`nixl_metadata`): NIXL's own blob, the
+NIXL agent's name, a scratch byte for `notify`, the exported regions (checked before a byte is posted, since tcp and cma
+enforce no key), and what is needed to name the lane.
+
+Memory of GPUs needs NVIDIA's driver and a NIXL whose UCX has the cuda modules; whether it has is tried at the first
+`register`. It goes over cuda_ipc between two processes of one host and process namespace (the GPU copies by itself, over
+NVLink or PCIe), over rdma (untested), and no other way: see `ucx_lanes`. NIXL does not tell what UCX chose, so the way is
+judged by what both sides may use, and their UCX has settings under which a WRITE that we judged wrongly fails instead of
+going over tcp. They yield to the environment's own. Register such memory before the endpoint's first `metadata` or
+`connect`: what a NIXL agent was made without, it does not get (`nixl_link`). See `nixl_devices` for the CUDA context.
 
 Memory after a failure. NIXL cannot take back what it posted. After a `TransportError` whose status is neither
 `NOT_POSTED` nor `FENCED` the memory of that WRITE must be held until a fence.
@@ -14,10 +21,13 @@ Memory after a failure. NIXL cannot take back what it posted. After a `Transport
 Fences. Both destroy this peer's NIXL agent (`NixlLink.close`), whether or not the peer answers, and see that it is gone.
 
 * `fence_source`: what was handed to the kernel holds the old bytes and may still land at the peer; nothing reads our
-  memory any more. Over cma the copy runs inside the posting call, so none is under way when the agent ends. Over rdma,
-  where the agent's end destroys its queue pairs, this is untested.
+  memory any more. Over cma the copy runs inside the posting call, so none is under way when the agent ends. Over cuda_ipc
+  a copy that the GPU has begun is not taken back: the fence waits until the GPU has done all that this process asked of
+  it, which holds up the transport's other peers for as long. Over rdma, where the agent's end destroys its queue pairs,
+  this is untested.
 * `fence_target`: only where the bytes can have come by tcp alone, through sockets that only this agent reads. Over cma
-  the peer's process writes our memory by itself, whatever we close. Where UCX could have found shared memory and we
+  the peer's process writes our memory by itself, and over cuda_ipc its GPU does, whatever we close: with memory of a GPU
+  registered, also formerly, it is refused. Where UCX could have found shared memory and we
   cannot tell (one kernel, or one not known, and `UCX_TLS` does not rule it out), and over rdma (untested), it is refused.
   A target that never connects does not know the peer's kernel; there only `UCX_TLS` rules it out.
 
@@ -40,7 +50,6 @@ import numpy as np
 
 from rdma_kv.errors import (
     ClosedError,
-    ConfigError,
     FenceUnsupported,
     LocalProtocolError,
     RegistrationError,
@@ -48,42 +57,34 @@ from rdma_kv.errors import (
 )
 from rdma_kv.transport.base import NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
 from rdma_kv.transport.listening import ListeningEndpoint
-from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd
+from rdma_kv.transport.nixl_devices import Devices
+from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd, refusal, register
+from rdma_kv.transport.nixl_metadata import Blob, decode
 from rdma_kv.transport.nixl_owner import BACKEND, Nixl, Owner, fail, load_nixl
 from rdma_kv.transport.outcomes import failed
 from rdma_kv.transport.regions import RegionTable
 from rdma_kv.transport.ucx_environment import choose_lane, host_id, prepare_ucx_environment, usable_lanes
+from rdma_kv.transport.ucx_lanes import GUARD, shares_no_host_memory
 from rdma_kv.types import Region
 
 __all__ = ["NixlEndpoint", "NixlTransport", "prepare_ucx_environment"]
 
 T = TypeVar("T")
 
-_NOT_SHARED: Final = frozenset({"tcp", "cuda_copy"})  # UCX_TLS of these only: no peer reaches our memory by itself
 _NEEDED: Final = "hold the memory until the peer is proven dead (by its pidfd), or retire the slot"
 _NO_TARGET_FENCE: Final = {
     "cma": "over cma the peer's process writes our memory by itself, whatever we close",
+    "cuda_ipc": "over cuda_ipc the peer's GPU writes our memory by itself, whatever we close",
     "rdma": "over rdma a fence of the target is untested",
     "tcp": "UCX may have found shared memory between these processes; UCX_TLS=tcp rules that out",
     "unknown": "the lane is not known before connect",
 }
 
 
-class _Blob(msgspec.Struct, array_like=True):
-    """What the peer needs. See `RemoteEnd` for the first four."""
-
-    agent: str
-    nixl: bytes
-    scratch: int
-    regions: list[tuple[int, int]]
-    host: str
-    lanes: list[str]
-
-
 class _Core:
     """What all endpoints of a transport share: the thread, NIXL, and the registered memory.
 
-    `regions` and `links` live on the owner thread.
+    `regions`, `devices` and `links` live on the owner thread.
     """
 
     def __init__(self, name: str, owner: Owner, nixl: Nixl, environ: Mapping[str, str]) -> None:
@@ -91,17 +92,18 @@ class _Core:
         self.owner = owner
         self.nixl = nixl
         self.regions = RegionTable()
+        self.devices = Devices()
         self.links: list[NixlLink] = []
         self.host = host_id()
-        self.lanes = usable_lanes(environ)
-        self.no_shared_memory = set(environ.get("UCX_TLS", "all").split(",")) <= _NOT_SHARED
+        self.lanes = usable_lanes(environ, cuda=True)  # what they are worth without memory of GPUs: see `metadata`
+        self.no_shared_memory = shares_no_host_memory(environ.get("UCX_TLS", "all"))
         self.scratch = np.zeros(2, dtype=np.uint8)
         self._serial = itertools.count()
 
     def make_link(self, peer: str, deliver: Callable[[list[bytes]], None]) -> NixlLink:
         """On the loop: a link whose NIXL agent's name is never used twice in this process."""
         name = f"{self.name}>{peer}#{next(self._serial)}"
-        link = NixlLink(self.nixl, name, self.regions, scratch=self.scratch, deliver=deliver)
+        link = NixlLink(self.nixl, name, self.regions, devices=self.devices, scratch=self.scratch, deliver=deliver)
         self.owner.post(lambda: self._add(link))
         return link
 
@@ -111,6 +113,8 @@ class _Core:
             return
         done: list[NixlLink] = []
         try:
+            if region.device:
+                self.devices.admit(region, exported="rdma" not in self.lanes, probe=self._probe)
             for link in self.links:
                 link.register(region)
                 done.append(link)
@@ -135,10 +139,19 @@ class _Core:
 
     def metadata(self, link: NixlLink) -> bytes:
         """On the thread: what the peer needs to reach `link`, wrapped."""
-        regions = [(region.address, region.length_bytes) for region in self.regions]
+        nixl = link.metadata()
+        regions = [(region.address, region.length_bytes, region.device) for region in link.exported]
         sink = self.scratch.ctypes.data + 1
-        blob = _Blob(link.name, link.metadata(), sink, regions, self.host, self.lanes)
+        lanes = [lane for lane in self.lanes if lane != "cuda_ipc" or link.with_devices]
+        blob = Blob(link.name, nixl, sink, regions, self.host, lanes, os.getpid())
         return wrap_metadata(BACKEND, msgspec.msgpack.encode(blob))
+
+    def device_lane(self, blob: Blob) -> str:
+        """The way between our GPUs and the peer's, `tcp` if there is none. Within one process UCX has no cuda_ipc."""
+        both = set(self.lanes) & set(blob.lanes)
+        if "cuda_ipc" in both and blob.host == self.host != "" and blob.process != os.getpid():
+            return "cuda_ipc"
+        return "rdma" if "rdma" in both else "tcp"
 
     def close_link(self, link: NixlLink) -> None:
         """On the thread."""
@@ -146,6 +159,23 @@ class _Core:
             self.links.remove(link)
             self.owner.remove(link)
             link.close()
+
+    def end(self) -> None:
+        """On the thread: the last job."""
+        for link in tuple(self.links):
+            self.close_link(link)
+        self.devices.close()
+
+    def _probe(self, region: Region) -> None:
+        """On the thread: see that NIXL takes memory of GPUs, with an agent of its own."""
+        try:
+            agent = self.nixl.make_agent(f"{self.name}?{next(self._serial)}", GUARD)
+        except TransportError as error:
+            raise refusal(error, region) from error
+        try:
+            agent.deregister_memory(register(agent, region))
+        except self.nixl.errors as error:
+            raise refusal(error, region) from error.with_traceback(None)
 
     def _add(self, link: NixlLink) -> None:
         self.links.append(link)
@@ -158,8 +188,10 @@ class NixlEndpoint(ListeningEndpoint):
     def __init__(self, core: _Core, peer: str) -> None:
         super().__init__(peer)
         self._core = core
-        self._lane = "unknown"
-        self._only_tcp = core.no_shared_memory  # surely; `lane` may say tcp where UCX has found something better
+        self._host_lane = "unknown"
+        self._device_lane = "unknown"
+        self._device_memory_there = False
+        self._only_tcp = core.no_shared_memory  # surely; the lane may say tcp where UCX has found something better
         self._loop = asyncio.get_running_loop()
         self._link = core.make_link(peer, self._deliver)
         self._pending: set[asyncio.Future[None]] = set()
@@ -168,8 +200,17 @@ class NixlEndpoint(ListeningEndpoint):
 
     @property
     def lane(self) -> str:
-        """`cma`, `tcp` or `rdma`: the best that UCX may use on both sides; see `ucx_environment`."""
-        return self._lane
+        """`cma`, `tcp`, `rdma` or `cuda_ipc`: the best that UCX may use on both sides; see `ucx_environment`.
+
+        It is the one between GPUs if both sides registered memory of GPUs, else the one between hosts.
+        """
+        between_devices = self._link.with_devices and self._device_memory_there
+        return self._device_lane if between_devices else self._host_lane
+
+    @property
+    def host_lane(self) -> str:
+        """`cma`, `tcp` or `rdma`: as `lane` between host memories."""
+        return self._host_lane
 
     @property
     def closed(self) -> bool:
@@ -193,10 +234,10 @@ class NixlEndpoint(ListeningEndpoint):
             TransportError: NIXL could not reach the peer, also after retries, or the endpoint is closed.
         """
         self._check_open()
-        blob, remote = _decode(unwrap_metadata(BACKEND, metadata))
+        blob, regions = decode(unwrap_metadata(BACKEND, metadata))
         before = self._loading
         if before is None or before[0] != metadata or failed(before[1]):
-            task = self._loop.create_task(self._load(blob, remote, before and before[1]))
+            task = self._loop.create_task(self._load(blob, regions, before and before[1]))
             task.add_done_callback(failed)
             self._loading = (metadata, task)
         assert self._loading is not None
@@ -217,10 +258,11 @@ class NixlEndpoint(ListeningEndpoint):
     async def fence_source(self) -> None:
         """Destroy the NIXL agent: then nothing reads our memory for what was posted to this peer. See `Endpoint`.
 
-        Some milliseconds, also beside a stopped peer.
+        Some milliseconds, also beside a stopped peer; where a GPU may still read, until it is done.
 
         Raises:
-            FenceUnsupported: something still refers to the agent; the endpoint is closed, and another call may succeed.
+            FenceUnsupported: something still refers to the agent, or CUDA cannot tell whether a GPU is done; the endpoint
+                is closed, and in the former case another call may succeed.
         """
         await self._fence()
 
@@ -230,8 +272,9 @@ class NixlEndpoint(ListeningEndpoint):
         Raises:
             FenceUnsupported: not on this lane, and nothing has changed; or as for `fence_source`.
         """
-        if not self._only_tcp:
-            raise FenceUnsupported(BACKEND, "no-fence", f"{_NO_TARGET_FENCE[self._lane]}; {_NEEDED}")
+        lane = "cuda_ipc" if self._core.devices.present else self._host_lane
+        if lane == "cuda_ipc" or not self._only_tcp:
+            raise FenceUnsupported(BACKEND, "no-fence", f"{_NO_TARGET_FENCE[lane]}; {_NEEDED}")
         await self._fence()
 
     async def close(self) -> None:
@@ -245,7 +288,10 @@ class NixlEndpoint(ListeningEndpoint):
         await asyncio.shield(self._end())
         if not self._link.destroyed:
             raise FenceUnsupported(
-                BACKEND, "not-destroyed", "something still refers to the NIXL agent; hold the memory and fence again"
+                BACKEND,
+                "not-destroyed",
+                "something still refers to the NIXL agent, or a GPU has not said that it is done; hold the memory and "
+                "fence again",
             )
 
     def _end(self) -> asyncio.Task[None]:
@@ -261,17 +307,21 @@ class NixlEndpoint(ListeningEndpoint):
     async def _close_link(self) -> None:
         await self._core.owner.call(lambda: self._core.close_link(self._link))
 
-    async def _load(self, blob: _Blob, remote: RemoteEnd, before: asyncio.Task[None] | None) -> None:
+    async def _load(self, blob: Blob, regions: RegionTable, before: asyncio.Task[None] | None) -> None:
         if before is not None:
             await asyncio.wait([before])
             self._check_open()
-        future = self._future()
-        self._core.owner.begin(lambda settle: self._link.connect(remote, settle), future)
-        await future
         core = self._core
-        self._lane = choose_lane(core.lanes, blob.lanes, same_host=blob.host == core.host != "")
+        on_device = any(region.device for region in regions)
+        device_lane = core.device_lane(blob)
+        remote = RemoteEnd(blob.agent, blob.nixl, blob.scratch, regions, on_device, device_lane)
+        future = self._future()
+        core.owner.begin(lambda settle: self._link.connect(remote, settle), future)
+        await future
+        self._host_lane = choose_lane(core.lanes, blob.lanes, same_host=blob.host == core.host != "")
+        self._device_lane, self._device_memory_there = device_lane, on_device
         apart = _kernel(blob.host) != _kernel(core.host) and bool(blob.host) and bool(core.host)
-        self._only_tcp = self._lane == "tcp" and (core.no_shared_memory or apart)
+        self._only_tcp = self._host_lane == "tcp" and (core.no_shared_memory or apart)
 
     def _future(self) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
@@ -298,7 +348,7 @@ class NixlEndpoint(ListeningEndpoint):
 
 
 class NixlTransport:
-    """A `Transport` over NIXL for host memory.
+    """A `Transport` over NIXL, for memory of the host and of GPUs.
 
     Args:
         name: of our agent; holds the incarnation, so that no NIXL agent's name is ever used by two processes.
@@ -355,15 +405,23 @@ class NixlTransport:
             self._closing = asyncio.get_running_loop().create_task(self._close())
         await asyncio.shield(self._closing)
 
-    async def register(self, address: int, length_bytes: int) -> Region:
-        """Register host memory with every endpoint, present and future. It stays the caller's and must outlive that.
+    async def register(self, address: int, length_bytes: int, *, device: int = 0) -> Region:
+        """Register memory with every endpoint, present and future. It stays the caller's and must outlive that.
+
+        Memory of GPUs is for endpoints whose first `metadata` or `connect` comes after it. Over cuda_ipc a peer maps the
+        whole allocation around it: give memory that peers write an allocation of its own. The first of it takes 0.5 s.
+
+        Args:
+            device: 0 for the host, else the CUDA ordinal + 1: memory of cudaMalloc on that GPU.
 
         Raises:
-            ConfigError: zero length, or an overlap.
-            RegistrationError: NIXL refused it; no endpoint has it.
+            ConfigError: zero length, a negative device, or an overlap.
+            RegistrationError: NIXL refused it; no endpoint has it. With status `device-memory`: there is no driver of
+                NVIDIA's or no such GPU, this NIXL moves no CUDA memory here, or the range is not what `device` says, or
+                cannot be exported; the text says which, and what to do.
         """
         core = self._opened()
-        region = Region(address, length_bytes)
+        region = Region(address, length_bytes, device)
         await core.owner.call(lambda: core.register(region))
         return region
 
@@ -390,6 +448,7 @@ class NixlTransport:
             return
         try:
             await asyncio.gather(*(endpoint.close() for endpoint in self._endpoints.values()))
+            await self._core.owner.call(self._core.end)
         finally:
             await self._core.owner.stop()
 
@@ -399,14 +458,6 @@ class NixlTransport:
         if self._closing is not None:
             raise ClosedError(f"transport {self._name} is closed")
         return self._core
-
-
-def _decode(data: bytes) -> tuple[_Blob, RemoteEnd]:
-    try:
-        blob = msgspec.msgpack.decode(data, type=_Blob)
-        return blob, RemoteEnd(blob.agent, blob.nixl, blob.scratch, RegionTable(blob.regions))
-    except (msgspec.MsgspecError, ConfigError) as exc:
-        raise RegistrationError(BACKEND, "malformed", "metadata of this version cannot be read") from exc
 
 
 def _kernel(host: str) -> str:

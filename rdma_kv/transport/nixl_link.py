@@ -6,11 +6,18 @@ brings along: unlike NIXL's bare notification it tells when it has left, and so 
 
 `close` is the fence. It drops every reference to the agent, so that its destructor runs inside `close`, on this thread,
 and returns when its sockets are closed and no queue of it is left. That is seen, not assumed: a weak reference to NIXL's
-own object dies after the destructor. Only then do pending WRITEs end.
+own object dies after the destructor. Only then do pending WRITEs end. Copies of GPUs outlive the agent: they read on,
+and its end would unmap the peer's memory below them. So `close` waits for the GPUs before it, where a post with memory
+of a GPU has not been seen to end, and again after it, for what began in between.
+
+Memory of GPUs is for agents that were made when some was registered: with the settings that keep it off tcp
+(`ucx_lanes.GUARD`), and with a CUDA context, without which the keys of the peer's are unpacked to no use, for good. An
+agent that was made before neither exports nor writes it.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,14 +27,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rdma_kv.errors import RegistrationError, TransportError
-from rdma_kv.transport.base import FENCED, NOT_POSTED, WritePair
+from rdma_kv.transport.base import DEVICE_MEMORY, FENCED, NOT_POSTED, WritePair
+from rdma_kv.transport.nixl_devices import Devices
 from rdma_kv.transport.nixl_owner import BACKEND, Nixl, NixlAgent, Settle, translate
-from rdma_kv.transport.nixl_writes import POST_BYTES, POST_PIECES, WriteQueue
-from rdma_kv.transport.regions import Piece, RegionTable, batches, check_pairs
+from rdma_kv.transport.nixl_writes import Batch, WriteQueue, cut, memory_of
+from rdma_kv.transport.regions import RegionTable, check_pairs
+from rdma_kv.transport.ucx_lanes import GUARD, way_of
 from rdma_kv.types import Region
+
+_logger = logging.getLogger(__name__)
 
 _LINGER_S = 0.02  # progress after the last WRITE: a notification larger than the socket's buffer is still leaving
 _MARK = b"\x01"  # before every notification: NIXL does not send an empty one
+_DEVICE_FIX = (
+    "it takes a NIXL whose UCX has the cuda modules (nixl-cu12 or nixl-cu13, as the driver), and cuda_copy and cuda_ipc in "
+    "UCX_TLS where that is set; or copy to pinned host memory first"
+)
 _CONNECT_DELAYS_S = (0.05, 0.1, 0.2, 0.4, 0.8)  # before the 2nd try and so on; a peer's close is asynchronous
 
 
@@ -40,12 +55,31 @@ class RemoteEnd:
         blob: NIXL's own metadata.
         scratch: address of a byte that we may write for `notify`.
         regions: what we may write.
+        on_device: whether some of them are memory of GPUs.
+        device_lane: the way between our GPUs and its: `cuda_ipc`, `rdma`, or `tcp`, which is none.
     """
 
     agent: str
     blob: bytes
     scratch: int
     regions: RegionTable
+    on_device: bool = False
+    device_lane: str = "tcp"
+
+
+def register(agent: NixlAgent, region: Region) -> object:
+    """Register `region`, with its device's context current; what `deregister_memory` takes."""
+    kind, number = memory_of(region.device)
+    return agent.register_memory([(region.address, region.length_bytes, number, "")], kind)
+
+
+def refusal(error: Exception, region: Region) -> RegistrationError:
+    """NIXL's exception of `register` as ours."""
+    if region.device:
+        return RegistrationError(
+            BACKEND, DEVICE_MEMORY, f"NIXL refused {region}: {type(error).__name__}; {_DEVICE_FIX}"
+        )
+    return RegistrationError(BACKEND, type(error).__name__, f"{region} could not be registered")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +99,7 @@ class NixlLink:
         nixl: the loaded wrapper.
         name: of the NIXL agent; never used again in this process.
         regions: all registered memory, the transport's own table on the owner thread.
+        devices: the transport's GPUs.
         scratch: two bytes, kept alive by the link: what `notify` sends, and where the peer's `notify` lands.
         deliver: told each batch of notifications that came in.
         clock: monotonic seconds.
@@ -76,14 +111,18 @@ class NixlLink:
         name: str,
         regions: RegionTable,
         *,
+        devices: Devices,
         scratch: NDArray[np.uint8],
         deliver: Callable[[list[bytes]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
         self.listening = False
+        self.with_devices = False  # whether the agent takes memory of GPUs; read from any thread
         self._nixl = nixl
         self._regions = regions
+        self._devices = devices
+        self._devices_done = True
         self._scratch = scratch
         self._deliver = deliver
         self._clock = clock
@@ -106,8 +145,13 @@ class NixlLink:
 
     @property
     def destroyed(self) -> bool:
-        """Whether no agent of this link is left, and so nothing that it posted; asked from any thread, after `close`."""
-        return self._closed and (self._native is None or self._native() is None)
+        """Whether no agent of this link is left, and nothing that it posted; asked from any thread, after `close`."""
+        return self._closed and self._devices_done and (self._native is None or self._native() is None)
+
+    @property
+    def exported(self) -> list[Region]:
+        """What the agent's metadata cover."""
+        return [region for region in self._regions if self.with_devices or not region.device]
 
     def metadata(self) -> bytes:
         """NIXL's metadata of this agent, with all memory registered so far.
@@ -119,19 +163,18 @@ class NixlLink:
         return self._ensure_agent().get_agent_metadata()
 
     def register(self, region: Region) -> None:
-        """Register `region` if there is an agent; a later one takes it from the table.
+        """Register `region` if there is an agent that takes it; a later one takes it from the table.
 
         Raises:
             RegistrationError: NIXL refused it.
         """
-        if self._agent is None:
+        if self._agent is None or (region.device and not self.with_devices):
             return
-        entry = [(region.address, region.length_bytes, 0, "")]
         try:
-            self._registered[region] = self._agent.register_memory(entry, "DRAM")
+            with self._devices.at(region.device):
+                self._registered[region] = register(self._agent, region)
         except self._nixl.errors as error:
-            cause = error.with_traceback(None)  # as in `translate`
-            raise RegistrationError(BACKEND, type(error).__name__, f"{region} could not be registered") from cause
+            raise refusal(error, region) from error.with_traceback(None)  # as in `translate`
 
     def deregister(self, region: Region) -> None:
         """Undo `register`.
@@ -143,7 +186,8 @@ class NixlLink:
         if registered is None or self._agent is None:
             return
         try:
-            self._agent.deregister_memory(registered)
+            with self._devices.at(region.device):
+                self._agent.deregister_memory(registered)
         except self._nixl.errors as error:
             raise translate(error, f"{region} could not be deregistered") from None
 
@@ -167,11 +211,12 @@ class NixlLink:
             return
         try:
             check_pairs(BACKEND, pairs, self._regions, self._remote.regions)
+            self._check_way(pairs, self._remote)
         except TransportError as error:
             settle(error)
             return
-        scratch: Piece = (self._scratch.ctypes.data, self._remote.scratch, 1)
-        work = batches(pairs, POST_BYTES, POST_PIECES) if pairs else iter([[scratch]])
+        scratch = Batch([(self._scratch.ctypes.data, self._remote.scratch, 1)])
+        work = cut(pairs) if pairs else iter([scratch])
         self._writes.add(work, self._remote.agent, _MARK + notification, settle)
 
     def turn(self) -> bool:
@@ -198,12 +243,19 @@ class NixlLink:
             self._writes.abandon(error)
 
     def close(self) -> None:
-        """Destroy the agent, the only thing that fences its posts, then end everything pending. See `destroyed`."""
+        """Destroy the agent, the only thing that fences its posts, then end everything pending. See `destroyed`.
+
+        Blocks the thread until the GPUs are done, where one may still be at work for a post of this link.
+        """
         writes, self._writes = self._writes, None
+        on_device = writes is not None and writes.on_device
         if writes is not None:
+            if on_device and self._wait_for_devices():
+                writes.see_devices_done()
             writes.close()
         self._closed = True
         self._drop_agent()
+        self._devices_done = not on_device or self._wait_for_devices()
         error = TransportError(BACKEND, FENCED if self.destroyed else "closed", f"{self.name} was closed")
         if writes is not None:
             writes.abandon(error)
@@ -214,7 +266,9 @@ class NixlLink:
             raise TransportError(BACKEND, "closed", f"{self.name} was closed")
         if self._agent is not None:
             return self._agent
-        self._agent = self._nixl.make_agent(self.name)
+        with_devices = self._devices.present
+        self._agent = self._nixl.make_agent(self.name, GUARD) if with_devices else self._nixl.make_agent(self.name)
+        self.with_devices = with_devices
         self._native = weakref.ref(self._agent.agent)
         try:
             self.register(Region(self._scratch.ctypes.data, self._scratch.nbytes))
@@ -231,6 +285,26 @@ class NixlLink:
         self._registered.clear()
         self._writes = None
         self._agent = None
+
+    def _check_way(self, pairs: tuple[WritePair, ...], remote: RemoteEnd) -> None:
+        """Raises: TransportError: no way leads there for memory of a GPU; its status is `NOT_POSTED`."""
+        if self.with_devices:
+            way_of(pairs, "host", remote.device_lane, backend=BACKEND)
+            return
+        if self._devices.present and any(pair.local.device for pair in pairs):
+            text = f"memory of GPUs was registered after {self.name} had begun; close the endpoint and make a new one"
+            raise TransportError(BACKEND, NOT_POSTED, text)
+        if remote.on_device:
+            way_of(pairs, "host", "tcp", backend=BACKEND)
+
+    def _wait_for_devices(self) -> bool:
+        """Whether the GPUs are known to be done."""
+        try:
+            self._devices.synchronize()
+        except RegistrationError:
+            _logger.exception("%s cannot tell whether the GPUs still read memory", self.name)
+            return False
+        return True
 
     def _try_connect(self, attempt: _Connect) -> None:
         remote = attempt.remote

@@ -23,7 +23,7 @@ import logging.config
 import queue
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -58,6 +58,8 @@ class NixlAgent(Protocol):
 
     backends: dict[str, int]
     agent: object  # NIXL's own; every transfer handle holds it too
+
+    def create_backend(self, backend: str, init_params: dict[str, str]) -> None: ...
 
     def get_agent_metadata(self) -> bytes: ...
 
@@ -94,16 +96,23 @@ class Nixl:
     api: Any
     errors: tuple[type[Exception], ...]
 
-    def make_agent(self, name: str) -> NixlAgent:
+    def make_agent(self, name: str, settings: Mapping[str, str] | None = None) -> NixlAgent:
         """A NIXL agent with the UCX back-end and no thread of its own (its progress thread spins on a whole core).
+
+        Args:
+            settings: of UCX, without `UCX_`, where its environment has none; neither may hold a comma.
 
         Raises:
             TransportError: UCX refused to start.
         """
         sync = self.api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW  # the default crashes with more than one thread
-        config = self.api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync, backends=["UCX"])
+        backends = [] if settings else ["UCX"]
+        config = self.api.nixl_agent_config(enable_prog_thread=False, sync_mode=sync, backends=backends)
         try:
             agent: NixlAgent = self.api.nixl_agent(name, config)
+            if settings:
+                joined = ",".join(f"{key}={value}" for key, value in settings.items())
+                agent.create_backend("UCX", {"engine_config": joined})
         except self.errors as error:
             raise translate(error, "the agent could not be made; see UCX_TLS and UCX_NET_DEVICES") from None
         if "UCX" not in agent.backends:

@@ -9,16 +9,19 @@ transport, starts it and registers the staging; if any of that fails the transpo
 the error. The next who wants the plane tries again, with a new transport.
 
 Staging may grow. What is added is registered with every plane that has started, and with those that start later.
+
+Memory of a GPU is registered too, where a plane takes it; one that does not is used with host memory alone. Which of them
+take it is part of the HELLO, so an agent that has such memory starts all planes with itself, and offers those that started.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rdma_kv.errors import ClosedError, RdmaKvError, TransportError
+from rdma_kv.errors import DEVICE_MEMORY, ClosedError, RdmaKvError, RegistrationError, TransportError
 from rdma_kv.transport.base import Transport
 from rdma_kv.transport.named import TransportMaker
 from rdma_kv.transport.outcomes import failed, succeeded
@@ -29,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """A data plane that has started.
+    """A data plane that has started, with the agent's staging memory registered.
 
     Attributes:
-        staging: the first piece of the agent's staging memory as registered there.
+        takes_devices: memory of GPUs is among it.
     """
 
     transport: Transport
-    staging: Region
+    takes_devices: bool
 
 
 class Planes:
@@ -50,7 +53,7 @@ class Planes:
     def __init__(self, name: str, makers: Mapping[str, TransportMaker]) -> None:
         self._name = name
         self._makers = dict(makers)
-        self._staging: list[tuple[int, int]] = []  # address and length in bytes of each piece
+        self._staging: list[Region] = []
         self._starts: dict[str, asyncio.Task[Plane]] = {}  # under way or done; never failed
         self._failed: set[str] = set()  # the last try
         self._closing = False
@@ -64,15 +67,23 @@ class Planes:
         """Of each back-end that is offered: `waiting` (for a link that chooses it), `starting`, `started` or `failed`."""
         return {backend: self._state(backend) for backend in self._makers}
 
-    async def start(self, address: int, length_bytes: int) -> None:
-        """Say where the staging memory lies. Starts the plane where only one is offered.
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Those that were started and have the agent's memory of a GPU registered."""
+        ended_well = {name: start.result() for name, start in self._starts.items() if succeeded(start)}
+        return tuple(name for name in self._makers if name in ended_well and ended_well[name].takes_devices)
+
+    async def start(self, staging: Sequence[Region]) -> None:
+        """Say where the staging memory lies. Starts the plane where only one is offered, and all where some is on a GPU.
 
         Raises:
-            RdmaKvError: as `plane`.
+            RdmaKvError: as `plane`; of several, none could be started.
         """
-        self._staging = [(address, length_bytes)]
+        self._staging = list(staging)
         if len(self._makers) == 1:
             await self.plane(*self._makers)
+        elif any(piece.device for piece in staging):
+            await self._start_all()
 
     def prepare(self, backend: str) -> None:
         """Begin to start a plane that will be needed. A failure is told to whoever asks for the plane."""
@@ -97,23 +108,24 @@ class Planes:
         self._check_open()
         return start.result()
 
-    async def add(self, address: int, length_bytes: int) -> None:
-        """Register one more piece of staging memory, everywhere.
+    async def add(self, staging: Sequence[Region]) -> None:
+        """Register more staging memory, everywhere.
 
         Raises:
             RdmaKvError: a plane refused it; those that start later are not given it. Do not use the memory.
         """
-        piece = (address, length_bytes)
         starts = tuple(self._starts.values())  # those that begin from here on register it themselves
-        self._staging.append(piece)
+        self._staging += staging
         try:
             if starts:
                 await asyncio.wait(starts)
-            for start in starts:
-                if succeeded(start):  # it may have it already: registrations are counted
-                    await start.result().transport.register(*piece)
+            for plane in [start.result() for start in starts if succeeded(start)]:
+                for piece in staging:
+                    if plane.takes_devices or not piece.device:  # it may have it already: registrations are counted
+                        await _register(plane.transport, piece)
         except BaseException:
-            self._staging.remove(piece)
+            for piece in staging:
+                self._staging.remove(piece)
             raise
 
     async def close(self) -> None:
@@ -143,8 +155,7 @@ class Planes:
         try:
             transport = self._makers[backend](self._name)
             await transport.start()
-            regions = [await transport.register(*piece) for piece in tuple(self._staging)]
-            return Plane(transport, regions[0])
+            return Plane(transport, await self._register_all(transport))
         except BaseException as exc:
             if transport is not None:
                 await self._discard(transport)
@@ -153,6 +164,35 @@ class Planes:
             if isinstance(exc, RdmaKvError) or not isinstance(exc, Exception):
                 raise
             raise TransportError(backend, "start", f"the transport could not be started: {exc!r}") from exc
+
+    async def _start_all(self) -> None:
+        """Those that cannot be started are not offered."""
+        outcomes = await asyncio.gather(*map(self.plane, self._makers), return_exceptions=True)
+        for backend, outcome in zip(tuple(self._makers), outcomes, strict=True):
+            if isinstance(outcome, RdmaKvError) and len(self._makers) > 1:
+                logger.warning("%s offers no %s: %s", self._name, backend, outcome)
+                del self._makers[backend]
+            elif isinstance(outcome, BaseException):
+                raise outcome
+
+    async def _register_all(self, transport: Transport) -> bool:
+        """Register what there is. Whether memory of GPUs is among it.
+
+        Raises:
+            RdmaKvError: host memory was refused, or memory of a GPU for another reason than that it is one's.
+        """
+        takes = any(piece.device for piece in self._staging)
+        for piece in tuple(self._staging):
+            try:
+                if takes or not piece.device:
+                    await _register(transport, piece)
+            except RegistrationError as exc:
+                if not piece.device or exc.status != DEVICE_MEMORY:
+                    raise
+                takes = False
+                text = "%s of %s does not take memory of the GPU, so KV goes through pinned host memory there: %s"
+                logger.warning(text, transport.backend, self._name, exc)
+        return takes
 
     async def _discard(self, transport: Transport) -> None:
         """Close what has failed to start; that error counts, not this one."""
@@ -170,3 +210,7 @@ class Planes:
     def _check_open(self) -> None:
         if self._closing:
             raise ClosedError("the agent is closed")
+
+
+async def _register(transport: Transport, piece: Region) -> None:
+    await transport.register(piece.address, piece.length_bytes, device=piece.device)

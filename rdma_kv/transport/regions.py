@@ -19,7 +19,10 @@ Piece = tuple[int, int, int]
 
 
 class RegionTable:
-    """Disjoint regions of host memory, each counted as often as it was registered."""
+    """Disjoint regions, each counted as often as it was registered.
+
+    Addresses of the host and of all GPUs are of one space (CUDA's unified addressing), so one order serves them all.
+    """
 
     def __init__(self, ranges: Iterable[tuple[int, int]] = ()) -> None:
         """Start with `ranges` of (address, length in bytes).
@@ -43,7 +46,7 @@ class RegionTable:
         """Count one more registration of `region`. True if it is the first.
 
         Raises:
-            ConfigError: zero length, or an overlap with a region that is not the same range.
+            ConfigError: zero length, a negative device, or an overlap with a region that is not the same range.
         """
         if region in self._counts:
             self._counts[region] += 1
@@ -83,6 +86,8 @@ class RegionTable:
     def _check(self, region: Region) -> None:
         if region.length_bytes <= 0 or region.address <= 0:
             raise ConfigError("region", f"{region.length_bytes} bytes at {region.address:#x} cannot be registered")
+        if region.device < 0:
+            raise ConfigError("device", f"{region.device}; 0 is the host, n + 1 the GPU of CUDA ordinal n")
         place = bisect_right(self._starts, region.address)
         before, after = self._regions[:place][-1:], self._regions[place : place + 1]
         for other in before + after:

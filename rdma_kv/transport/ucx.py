@@ -14,7 +14,7 @@ connects knows the lane, on which its fence depends.
 Memory of GPUs needs a libucp that has the cuda modules and finds a GPU. It goes over cuda_ipc between processes of one
 host (the GPU copies by itself, over NVLink or PCIe), over rdma (untested), and no other way: see `ucx_lanes`. Register
 it before `connect`: the peer's GPU memory is mapped for the device that has memory here. All of UCX's calls then have a
-CUDA context: see `ucx_cuda`.
+CUDA context: see `rdma_kv.cuda`.
 
 Fences. `fence_source` works on every lane: our endpoint is forced to close, every operation leaves UCX, the worker is
 destroyed; nothing reads our memory then (over rdma, where that ends the queue pairs, untested). Over cuda_ipc a copy that
@@ -95,6 +95,11 @@ class UcxEndpoint(ListeningEndpoint):
         """
         between_devices = self._core.device_memory and self._device_memory_there
         return self._device_lane if between_devices else self._host_lane
+
+    @property
+    def host_lane(self) -> str:
+        """`cma`, `shm`, `tcp` or `rdma`: as `lane` between host memories."""
+        return self._host_lane
 
     @property
     def transports(self) -> list[tuple[str, str]]:

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from rdma_kv.errors import ConfigError, RegistrationError, TransportError
+from rdma_kv.cuda import Cuda
+from rdma_kv.errors import DEVICE_MEMORY, ConfigError, RegistrationError, TransportError
 from rdma_kv.transport.ucx_binding import BACKEND, Handle
-from rdma_kv.transport.ucx_cuda import DEVICE_MEMORY, Cuda
 from rdma_kv.transport.ucx_cuda_link import CudaLink
 from rdma_kv.transport.ucx_driver import Driver
 from rdma_kv.transport.ucx_environment import host_id, usable_lanes

@@ -1,4 +1,4 @@
-"""A link whose calls of UCX have a CUDA context, for transports that may move memory of GPUs. See `ucx_cuda` for why."""
+"""A link whose calls of UCX have a CUDA context, for transports that may move memory of GPUs. See `rdma_kv.cuda`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def shares_no_host_memory(setting: str) -> bool:
     return set(setting.split(",")) <= _NOT_SHARED
 
 
-def way_of(pairs: Sequence[WritePair], host_lane: str, device_lane: str) -> str:
+def way_of(pairs: Sequence[WritePair], host_lane: str, device_lane: str, *, backend: str = BACKEND) -> str:
     """Which lane a WRITE takes; the one of its host memory if it has both kinds.
 
     Raises:
@@ -70,7 +70,7 @@ def way_of(pairs: Sequence[WritePair], host_lane: str, device_lane: str) -> str:
             way = way or device_lane
         else:
             raise TransportError(
-                BACKEND,
+                backend,
                 NOT_POSTED,
                 f"{pair} cannot go: {_why(local, remote, device_lane)}. Copy to pinned host memory on the side of the "
                 "GPU and WRITE between host memories",

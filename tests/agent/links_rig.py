@@ -144,6 +144,7 @@ class Book:
 
     def __init__(self) -> None:
         self.ports: dict[Role, int] = {Role.PREFILL: 1, Role.DECODE: 1}
+        self.listed = frozenset({"127.0.0.1"})
 
     def engine(self, name: str) -> EngineRecord:
         for role, port in self.ports.items():
@@ -151,6 +152,9 @@ class Book:
                 record = AgentRecord(agent_id(role), "127.0.0.1", port, (0,))
                 return EngineRecord(name, role, TOPOLOGY, TieBreak.REPLICA, (record,))
         raise ConfigError("engine", f"{name!r} is unknown")
+
+    def hosts(self) -> frozenset[str]:
+        return self.listed
 
     def record(self, role: Role) -> AgentRecord:
         return self.engine(role.value).agents[0]
@@ -204,7 +208,13 @@ class Rig:
         self.wires: list[Wire] = []
 
     async def node(
-        self, role: Role, *, timeouts: Timeouts = QUICK, process: Process = Process(), **facts: object
+        self,
+        role: Role,
+        *,
+        timeouts: Timeouts = QUICK,
+        process: Process = Process(),
+        limits: Limits = Limits(),
+        **facts: object,
     ) -> Node:
         """A new incarnation of one side; it listens, and the registry does not know where."""
         who = replace(identity(role, timeouts, process), **facts)
@@ -213,7 +223,7 @@ class Rig:
             return who
 
         user = Recorder()
-        links = Links(own, self.book, user, timeouts=timeouts, limits=Limits())
+        links = Links(own, self.book, user, timeouts=timeouts, limits=limits)
         node = Node(links, user, who)
         _, node.port = await links.start("127.0.0.1", 0)
         self.nodes.append(node)

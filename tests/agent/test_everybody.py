@@ -139,7 +139,7 @@ async def test_a44_over_a_real_transport(tmp_path):
 async def test_a44_one_decode_rank_of_four_fails_and_all_ranks_fail_within_a_second(tmp_path):
     """Its scatter breaks; the others wait for boxes that are yet to be pushed."""
     async with cluster(tmp_path, MODEL, *sides()) as c:
-        c.decode.agents[3]._shell.packer._scatters.kernel = lambda chunks: 1 / 0
+        c.decode.agents[3]._shell.packer.kernels.scatters.kernel = lambda chunks: 1 / 0
         tasks = calls(c, asyncio.Event(), 0)
         ended = await outcomes(tasks, 3.0)
         assert "gather or scatter failed" in str(ended.pop())
@@ -254,14 +254,14 @@ async def test_a_failure_is_told_before_its_gather_has_ended(tmp_path):
     async with cluster(tmp_path, MODEL, prefill, decode) as c:
         release, running = threading.Event(), threading.Event()
         packer = c.prefill.agents[0]._shell.packer
-        honest = packer._gathers.kernel
+        honest = packer.kernels.gathers.kernel
 
         def stuck(chunks) -> None:
             running.set()
             assert release.wait(20)
             honest(chunks)
 
-        packer._gathers.kernel = stuck
+        packer.kernels.gathers.kernel = stuck
         for agent in c.decode.agents:  # nobody but the prefill agent tells anything
             agent._shell.participants = lambda route, engine: []
         sending = asyncio.create_task(send(c.prefill.agents[0]))

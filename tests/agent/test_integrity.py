@@ -13,6 +13,7 @@ from rdma_kv.config import StagingConfig
 from rdma_kv.errors import ChecksumError, ErrorCode, IncompatiblePeerError, RemoteProtocolError, TransferAborted
 from rdma_kv.kernels.checksum import ALGORITHM, checksum
 from rdma_kv.kernels.reference import view
+from rdma_kv.kernels.work import Work
 from rdma_kv.messages import decode_notification, encode_notification
 from rdma_kv.topology import Component, ModelSpec, Topology
 from rdma_kv.transport.loopback import Fault, LoopbackNetwork, Posting
@@ -111,7 +112,7 @@ async def test_the_notification_carries_the_checksum_of_the_packed_chunk(tmp_pat
             slot = next(
                 local for local, (_, target) in entry.machine._flight.writing.items() if target.index == note.slot
             )
-            seen.append((checksum(view(memory._address(slot), posting.length_bytes)), note.checksum))
+            seen.append((checksum(view(memory._staging.address(slot.index), posting.length_bytes)), note.checksum))
             return Fault()
 
         network.faults = look
@@ -234,20 +235,20 @@ async def test_a_damaged_chunk_does_not_fail_the_others_of_its_launch(tmp_path):
         slots = [np.zeros(plan.box_bytes(box), np.uint8) for box in boxes]
         tables = [packer.page_tables(0, PAGES, [TOKENS]) for packer in (source, target)]
         chunks = [source.chunk(plan, b, tables[0], s.ctypes.data) for b, s in zip(boxes, slots, strict=True)]
-        sums = await asyncio.gather(*(source.gather(chunk, checksum=True) for chunk in chunks))
+        sums = await asyncio.gather(*(source.gather(Work(chunk, checksum=True)) for chunk in chunks))
         assert sums == [checksum(slot) for slot in slots]
         slots[1][77] ^= 1
         before = target.launches[1]
         chunks = [target.chunk(plan, b, tables[1], s.ctypes.data) for b, s in zip(boxes, slots, strict=True)]
-        found = await asyncio.gather(*(target.scatter(x, expected=s) for x, s in zip(chunks, sums, strict=True)))
+        found = await asyncio.gather(*(target.scatter(Work(x, expected=s)) for x, s in zip(chunks, sums, strict=True)))
         assert target.launches[1] == before + 1
         assert found == [None, checksum(slots[1]), None]
         (memory,) = c.decode.memory_of(0)
         assert memory.written() == {(page, token) for page in (PAGES[0], PAGES[2]) for token in range(16)} - {
             (PAGES[2], token) for token in range(8, 16)
         }
-        assert await target.scatter(chunks[1], expected=checksum(slots[1])) is None  # the control: it fits its own sum
-        assert await source.gather(chunks[0]) is None
+        assert await target.scatter(Work(chunks[1], expected=checksum(slots[1]))) is None  # the control: it fits its own sum
+        assert await source.gather(Work(chunks[0])) is None
 
 
 # --- who agrees --------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ async def test_one_launch_serves_ready_chunks_of_several_transfers_and_replicas(
     prefill.agents_by = decode.agents_by = "engine"
     staging = StagingConfig(slots=128, slot_bytes=1 << 16)
     async with cluster(tmp_path, MODEL, prefill, decode, staging=staging) as c:
-        batcher = c.prefill.agents[0]._shell.packer._gathers
+        batcher = c.prefill.agents[0]._shell.packer.kernels.gathers
         honest, running, sizes = batcher.kernel, threading.Event(), []
 
         def held(chunks) -> None:

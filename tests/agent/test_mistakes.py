@@ -12,9 +12,18 @@ import pytest
 from rig import Side, cluster
 
 from rdma_kv.agent import Agent
-from rdma_kv.config import Limits, StagingConfig, Timeouts
-from rdma_kv.errors import ClosedError, ConfigError, IncompatiblePeerError, LocalProtocolError, RdmaKvError
+from rdma_kv.config import GpuConfig, Limits, StagingConfig, Timeouts
+from rdma_kv.datalinks import check_regions
+from rdma_kv.errors import (
+    ClosedError,
+    ConfigError,
+    IncompatiblePeerError,
+    LocalProtocolError,
+    RdmaKvError,
+    RemoteProtocolError,
+)
 from rdma_kv.layout import KvLayout
+from rdma_kv.messages import Regions
 from rdma_kv.registry.static import StaticRegistry, parse_registry
 from rdma_kv.session import AgentConfig
 from rdma_kv.topology import ModelSpec, Topology
@@ -85,6 +94,41 @@ async def test_verbs_belong_to_roles(tmp_path):
             call(c.decode.agents[0], to=PREFILL)
         with pytest.raises(LocalProtocolError, match="receive belongs to a decode agent"):
             await c.prefill.agents[0].receive("k", 0, [0], source=DECODE, tokens=1)
+
+
+class CudaEvent:
+    """Works as a `torch.cuda.Event`, as far as an agent can tell."""
+
+    def record(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def query(self) -> bool:
+        return False
+
+
+async def test_a_cuda_event_needs_pools_on_a_gpu(tmp_path):
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        with pytest.raises(ConfigError, match=r"set AgentConfig\.gpu") as caught:
+            async with call(c.prefill.agents[0], to=DECODE) as out:
+                await out.push(ready=CudaEvent())
+        assert caught.value.field == "ready"
+        for event, match in ((CudaEvent(), r"set AgentConfig\.gpu"), (asyncio.Event(), "is no CUDA event")):
+            with pytest.raises(ConfigError, match=match) as caught:
+                await c.decode.agents[0].receive("k2", 0, [0], source=PREFILL, tokens=1, after=event)
+            assert caught.value.field == "after"
+        await c.move(1, 0, 0, [0, 1, 2], [3, 4, 5], 40)
+        c.check_nothing_leaked()
+
+
+async def test_regions_on_a_gpu_are_refused_on_a_link_between_hosts(tmp_path):
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        await c.move(1, 0, 0, [0, 1, 2], [3, 4, 5], 40)
+        (peer,) = c.prefill.agents[0]._shell.links.peers
+        address, slots, _ = peer.regions.segments[0]
+        lying = Regions([(address, slots, 1)], peer.regions.slot_bytes, peer.regions.metadata)
+        with pytest.raises(RemoteProtocolError, match="on a GPU"):
+            check_regions(peer, lying)
 
 
 @pytest.mark.parametrize(
@@ -321,3 +365,17 @@ def test_r17_addresses_that_mean_nothing_to_a_remote_peer_are_refused(host):
     with pytest.raises(ConfigError) as caught:
         parse_registry(text.encode())
     assert caught.value.field == "agent.address"
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"device": -1}, "gpu.device"),
+        ({"programs": 0}, "gpu.programs"),
+        ({"direct": ("tcp",)}, "gpu.direct"),
+    ],
+)
+def test_a_bad_gpu_setting_is_named(changes, field):
+    with pytest.raises(ConfigError) as caught:
+        GpuConfig(**({"device": 0} | changes))
+    assert caught.value.field == field

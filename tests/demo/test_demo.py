@@ -44,6 +44,7 @@ def test_demo_between_processes(options, transport):
     assert answer["distinct_tokens"] >= 10
     assert answer["transport"] == names(transport)[0]
     assert answer["lane"] in {"cma", "tcp", "rdma"}
+    assert answer["device"] == "cpu"
     assert "16 requests done" in progress
 
 
@@ -88,6 +89,9 @@ def test_a_demo_that_does_not_finish_says_so():
         (["--transport", "pigeon"], "--transport"),
         (["--decode", "layout=xyz"], "--decode layout"),
         (["--prefill", "tp=4,dp=3"], "dp"),
+        (["--device", "gpu"], "--device"),
+        (["--device", "cuda", "--transport", "loopback"], "--device"),
+        (["--device", "cuda:9999"], "--device"),
     ],
 )
 def test_bad_options_are_one_line_and_exit_2(options, field):

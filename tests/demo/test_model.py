@@ -195,6 +195,20 @@ def test_library_that_caches_expanded_keys_and_values_is_refused(mla, monkeypatc
         mla.prefill([0, 1])
 
 
+@pytest.mark.parametrize("which", [4, "mla"])
+def test_a_launch_is_a_prefill_in_pieces(models, which):
+    """On the CPU it is over at once: no event, and no stream to be on."""
+    model = models[which]
+    prompt = model.prompts(1, 4)[0]
+    wanted = model.prefill(prompt)
+    with model.scope():
+        launched = model.launch(prompt)
+        assert model.record() is None
+    first, extras = model.output(launched)
+    assert (first, extras) == (wanted.first_token, wanted.extras)
+    np.testing.assert_array_equal(model.fetch(launched), wanted.kv)
+
+
 @pytest.mark.parametrize("which", MODELS)
 def test_any_overwritten_page_changes_the_tokens(models, which):
     model = models[which]

@@ -8,7 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rdma_kv.demo.pools import LAYOUTS, PageAllocator, RankPool, Share, assemble, check_pools, cut, pages_for
+from rdma_kv.demo.pools import (
+    LAYOUTS,
+    PageAllocator,
+    RankPool,
+    Share,
+    TensorPool,
+    assemble,
+    check_pools,
+    cut,
+    pages_for,
+    view_of,
+)
 from rdma_kv.demo.verify import alter_head, alteration_is_seen, compare, fingerprints
 from rdma_kv.errors import ConfigError, LocalProtocolError
 from rdma_kv.topology import Component, ContextSplit, ModelSpec, Topology
@@ -552,3 +563,68 @@ def test_one_wrong_head_of_a_late_stage_is_named_by_its_layer():
     assert compare(fingerprints(kv), wrong, GQA, topology, 3) == [
         "layer 2 V head 3 on rank 3 is not what prefill wrote"
     ]
+
+
+# --- tensors -----------------------------------------------------------------------------------------------------------
+
+
+class Tensors:
+    """The tensor pool of a `Made`, on the CPU, and its shard as a view of a bigger tensor."""
+
+    def __init__(self, made):
+        torch = pytest.importorskip("torch")
+        sizes = {"pages": made.pool.pages, "page_size": made.pool.page_size, "seed": 3}
+        self.pool = TensorPool(made.layout, made.component, made.topology, made.rank, device="cpu", **sizes)
+        whole = torch.from_numpy(cells(made.component, TOKENS))
+        self.shard = view_of(whole, made.component, made.topology, made.rank)
+
+    def assert_as(self, pool):
+        for tensor, array in zip(self.pool.buffers, pool.buffers, strict=True):
+            np.testing.assert_array_equal(tensor.numpy().view(np.uint32), array.view(np.uint32))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", PLACES)
+class TestTensorPool:
+    def test_it_writes_and_reads_as_the_pool_of_arrays(self, form, place):
+        made = Made(form, place)
+        tensors = Tensors(made)
+        tensors.assert_as(made.pool)
+        for start, end in ((0, 3), (3, 4), (4, TOKENS)):  # inside a page, to its end, over several
+            made.pool.write(made.table, made.shard[:, :, start:end], start=start)
+            tensors.pool.write(made.table, tensors.shard[:, :, start:end], start=start)
+            tensors.assert_as(made.pool)
+        read = tensors.pool.read(made.table, 6, start=3)
+        assert isinstance(read, np.ndarray)
+        np.testing.assert_array_equal(read, made.shard[:, :, 3:9])
+        assert tensors.pool.untouched([(made.table, Interval(0, TOKENS))]) == []
+
+    def test_it_says_what_was_touched_in_the_same_words(self, form, place):
+        made = Made(form, place).filled()
+        tensors = Tensors(made)
+        tensors.pool.write(made.table, tensors.shard)
+        found = tensors.pool.untouched([(made.table, Interval(1, TOKENS))])
+        assert found
+        assert found == made.pool.untouched([(made.table, Interval(1, TOKENS))])
+
+    def test_a_copy_has_tensors_of_its_own(self, form, place):
+        made = Made(form, place).filled()
+        tensors = Tensors(made)
+        twin = tensors.pool.copy()
+        tensors.pool.write(made.table, tensors.shard)
+        assert twin.untouched() == []
+        assert tensors.pool.untouched() != []
+
+    def test_wrong_shards_and_tables_are_refused_before_anything_is_written(self, form, place):
+        made = Made(form, place)
+        tensors = Tensors(made)
+        for table, shard in (
+            (made.table, tensors.shard.double()),
+            (made.table, tensors.shard[..., :-1]),
+            (made.table[:-1], tensors.shard),
+            ([*made.table[:-1], made.table[0]], tensors.shard),
+            ([-1, *made.table[1:]], tensors.shard),
+        ):
+            with pytest.raises(LocalProtocolError):
+                tensors.pool.write(table, shard)
+        assert tensors.pool.untouched() == []

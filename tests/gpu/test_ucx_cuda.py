@@ -2,94 +2,36 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
+from cuda_pair import LENGTH_BYTES, MIB, Child, Pair, gpus, moves
 
 pytestmark = pytest.mark.gpu
 
-MIB = 1 << 20
-LENGTH_BYTES = 256 * MIB + 64
 FENCED_BYTES = 4 << 30
-
-
-def gpus() -> int:
-    if importlib.util.find_spec("torch") is None:
-        return 0
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 if not gpus():
     pytest.skip("no GPU, or no torch that can use it", allow_module_level=True)
 
-from ucx_cuda_child import Child  # noqa: E402
-
+from rdma_kv.cuda import Cuda  # noqa: E402
 from rdma_kv.errors import RegistrationError  # noqa: E402
-from rdma_kv.transport.ucx_cuda import Cuda  # noqa: E402
 
 two_gpus = pytest.mark.skipif(gpus() < 2, reason="needs two GPUs")
-
-
-class Pair:
-    """Two connected processes; WRITEs go from `left` to `right`."""
-
-    def __init__(self, left_ordinal=0, right_ordinal=0, length_bytes=LENGTH_BYTES, guard=True, **environ: str) -> None:
-        self.left = Child("left@1", "right@1", left_ordinal, length_bytes, **environ)
-        self.right = Child("right@1", "left@1", right_ordinal, length_bytes, **environ)
-        self.device = right_ordinal + 1
-        try:
-            for child in (self.left, self.right):
-                if not guard:
-                    child.call("without_guard")
-                child.post("start")
-            (_, metadata), (self.addresses, there) = self.left.answer(), self.right.answer()
-            self.right.call("connect", metadata=metadata)
-            self.left.call("connect", metadata=there)
-        except BaseException:
-            self.end()
-            raise
-
-    def write(self, local, remote, length_bytes, command="write", **more):
-        return self.left.call(
-            command,
-            local=local,
-            remote=remote,
-            addresses=self.addresses,
-            length_bytes=length_bytes,
-            remote_device=self.device,
-            **more,
-        )
-
-    def end(self):
-        self.left.end()
-        self.right.end()
 
 
 @pytest.fixture(scope="module")
 def one():
     """Both processes on the first GPU."""
-    pair = Pair()
+    pair = Pair("ucx")
     yield pair
     pair.end()
 
 
 @pytest.fixture(scope="module")
 def two():
-    pair = Pair(0, 1)
+    pair = Pair("ucx", 0, 1)
     yield pair
     pair.end()
-
-
-def moves(pair, length_bytes, *, source="gpu", destination="gpu"):
-    """A WRITE between odd offsets; the bytes are looked at by torch in the callback of the notification."""
-    seed = length_bytes % 251 + 1
-    pair.left.call("fill", kind=source, offset=3, length_bytes=length_bytes, seed=seed)
-    pair.right.call("expect", kind=destination, offset=17, length_bytes=length_bytes, seed=seed)
-    took_s = pair.write((source, 3), (destination, 17), length_bytes, body=b"arrived")
-    assert pair.right.call("notified") == (b"arrived", True)
-    return took_s
 
 
 SIZES = pytest.mark.parametrize("length_bytes", [1, 4096, MIB + 3, 256 * MIB])
@@ -190,9 +132,9 @@ def test_expandable_segments_move_where_they_can_be_exported_and_are_refused_els
     print("expandable segments:", legacy, handles)
     if not legacy and not handles & 8:
         with pytest.raises(RuntimeError, match=r"device-memory.*expandable_segments"):
-            Pair(length_bytes=4 * MIB, **environ)
+            Pair("ucx", length_bytes=4 * MIB, **environ)
         return
-    pair = Pair(length_bytes=4 * MIB, **environ)
+    pair = Pair("ucx", length_bytes=4 * MIB, **environ)
     try:
         moves(pair, MIB)
     finally:
@@ -209,7 +151,7 @@ def test_ucx_tls_without_cuda_copy_is_refused_at_start_by_name():
 
 
 def test_without_cuda_ipc_a_write_is_refused_and_nothing_goes_over_tcp():
-    pair = Pair(length_bytes=4 * MIB, UCX_TLS="tcp,cuda_copy")
+    pair = Pair("ucx", length_bytes=4 * MIB, UCX_TLS="tcp,cuda_copy")
     try:
         with pytest.raises(RuntimeError, match=r"TransportError\|not-posted.*over tcp"):
             pair.write(("gpu", 0), ("gpu", 0), 4096)
@@ -222,7 +164,7 @@ def test_without_cuda_ipc_a_write_is_refused_and_nothing_goes_over_tcp():
 @pytest.mark.parametrize("guard", [False, True], ids=["control", "guarded"])
 def test_ucx_itself_is_kept_from_sending_memory_of_a_gpu_over_tcp(guard):
     """Also where our own table of lanes errs. The control shows that UCX would."""
-    pair = Pair(length_bytes=4 * MIB, guard=guard, UCX_TLS="tcp,cuda_copy", UCX_LOG_LEVEL="fatal")
+    pair = Pair("ucx", length_bytes=4 * MIB, guard=guard, UCX_TLS="tcp,cuda_copy", UCX_LOG_LEVEL="fatal")
     try:
         pair.left.call("fill", kind="gpu", offset=0, length_bytes=4 * MIB, seed=77)
         status = pair.write(("gpu", 0), ("gpu", 0), MIB, command="ask_ucx")
@@ -249,7 +191,7 @@ def test_the_death_of_the_target_ends_the_next_write_and_closes(one_more):
 
 @pytest.fixture
 def one_more():
-    pair = Pair(length_bytes=4 * MIB)
+    pair = Pair("ucx", length_bytes=4 * MIB)
     yield pair
     pair.left.end()
 
@@ -257,7 +199,7 @@ def one_more():
 @pytest.mark.parametrize("fence", [False, True], ids=["control", "fenced"])
 def test_after_a_fence_of_the_source_nothing_reads_it_any_more(fence):
     """The control overwrites the source while the GPU copies: the target must see some of it, or the test has no power."""
-    pair = Pair(0, gpus() - 1, length_bytes=FENCED_BYTES)
+    pair = Pair("ucx", 0, gpus() - 1, length_bytes=FENCED_BYTES)
     try:
         error, took_s, under_way, status = pair.left.call(
             "reuse", addresses=pair.addresses, remote_device=pair.device, length_bytes=FENCED_BYTES, fence=fence

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from implementations import DEVICE, MISSING
 
-from rdma_kv.bench import gpu as rows
+from rdma_kv.bench import gpu_kernels as rows
 from rdma_kv.bench.goals import Missing
 from rdma_kv.bench.gpu import GpuOptions, measure_gpu
 from rdma_kv.bench.rows import all_ok
@@ -31,6 +31,7 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA d
 def measured(ratio: float = 1.0, few: float = 20.0) -> gpu.Measured:
     """As if every case ran at `ratio` of the copy, and ours at `few` times the per-layer kernel."""
     made = gpu.Measured("a device", 8, copy=[90.0, 100.0, 101.0], baseline=[1.0], ours_few=[few], summed=[50.0])
+    made.fused, made.unsummed = {12: [45.0]}, {12: [60.0]}
     for way in ("gather", "scatter"):
         made.cases |= {(case, way): [100.0 * ratio] * 3 for case in gpu.CASES}
         made.curve |= {(way, programs): [10.0 * programs] for programs in gpu.curve_programs(8, quick=True)}
@@ -59,6 +60,17 @@ def test_a_missed_goal_is_not_ok(ratio: float, few: float, wrong: str) -> None:
     missed = [row.name for row in rows._goals(measured(ratio, few)) if not row.ok]
     assert any(wrong in name for name in missed)
     assert not any("HND" in name for name in missed)
+
+
+def test_the_fused_checksum_stands_beside_the_gather_without() -> None:
+    shown = {row.name: row.value for row in rows.kernel_rows(measured())}
+    assert shown["gather with checksum in one launch, rows of 1 KiB, 12 programs: to without"] == 0.75
+    assert shown["the same without checksum, 12 programs"] == 60.0
+
+
+def test_row_names_are_unique() -> None:
+    made = [row.name for row in rows.kernel_rows(measured())]
+    assert len(set(made)) == len(made)
 
 
 def test_an_allocation_in_steady_state_is_not_ok() -> None:
@@ -124,14 +136,28 @@ def test_no_device_is_a_missing_row() -> None:
 
 
 @no_gpu
-def test_the_command_says_so_and_fails(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["rdma-kv", "bench", "gpu", "--json"])
+@pytest.mark.parametrize(("command", "row"), [("gpu", "CUDA device"), ("multigpu", "two CUDA devices")])
+def test_the_command_says_so_and_fails(
+    command: str, row: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rdma-kv", "bench", command, "--json"])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 1
     said = json.loads(capsys.readouterr().out)
     assert said["ok"] is False
-    assert [row["name"] for row in said["rows"]] == ["CUDA device"]
+    assert [each["name"] for each in said["rows"]] == [row]
+
+
+def test_a_part_that_is_not_there_is_one_line_and_exit_2(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["rdma-kv", "bench", "gpu", "--part", "host", "--part", "hosts"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "--part: 'hosts'" in line
 
 
 def test_a_wrong_option_is_named() -> None:

@@ -134,8 +134,8 @@ async def cancel_posts(endpoint) -> None:
 
     def cancel():
         link._writes.abandon(TransportError("nixl", "cancelled", "by a test"))
-        for handle in link._writes._kept:
-            handle.release()
+        for post in link._writes._kept:
+            post.handle.release()
 
     await endpoint._core.owner.call(cancel)
 

@@ -11,7 +11,7 @@ import pytest
 from transport_rig import LIMIT_S, LagMeter, Memory, link, pair, write
 
 from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, RegistrationError, TransportError
-from rdma_kv.transport.base import NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
+from rdma_kv.transport.base import DEVICE_MEMORY, NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
 from rdma_kv.types import Descriptor
 
 MIB = 1 << 20
@@ -172,6 +172,30 @@ async def test_register_refuses_nothing_and_overlap(rig):
     await transport.register(memory.address + 2048, 2048)
 
 
+async def test_memory_of_a_gpu_that_cannot_be_had_is_refused_and_the_host_goes_on(rig):
+    a, b, source, destination = await linked(rig, 4096)
+    memory = Memory(4096)
+    with pytest.raises(RegistrationError) as caught:
+        await a.transport.register(memory.address, 4096, device=1000)  # on a machine with GPUs, one that it has not
+    assert caught.value.status == DEVICE_MEMORY
+    with pytest.raises(ConfigError) as wrong:
+        await a.transport.register(memory.address, 4096, device=-1)
+    assert wrong.value.field == "device"
+    await a.transport.register(memory.address, 4096)  # neither attempt is remembered
+    b.endpoint.listen()
+    await write(a, [pair(source, destination)], b"host to host")
+    assert np.array_equal(destination.bytes, source.bytes)
+
+
+async def test_the_lane_between_hosts_is_the_lane_where_no_gpu_memory_is_registered(rig):
+    left, right = await rig.transport("left@1"), await rig.transport("right@1")
+    assert left.endpoint(right.name).host_lane == "unknown"
+    a, b = await link(left, right)
+    for side in (a, b):
+        assert side.endpoint.host_lane == side.endpoint.lane
+        assert side.endpoint.host_lane in {"loopback", "cma", "shm", "tcp", "rdma"}
+
+
 async def test_the_same_range_registered_twice_is_one_region_counted(rig):
     a, b, source, destination = await linked(rig, 4096)
     assert await b.transport.register(destination.address, 4096) == destination.region
@@ -240,7 +264,8 @@ def damaged(blob: bytes, backend: str) -> dict[str, bytes]:
     version[4] ^= 0x02
     fields = msgspec.msgpack.decode(inner)
     regions = next(place for place, field in enumerate(fields) if isinstance(field, list))
-    fields[regions] = [[100, 8], [104, 8]]
+    device = [0] * (len(fields[regions][0]) - 2)
+    fields[regions] = [[100, 8, *device], [104, 8, *device]]
     return {
         "nothing": b"",
         "a header's half": blob[:7],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from nixl_fakes import FakeAgent, FakeNixl, Outcome, nixlBackendError, nixlRemoteDisconnectError
 from transport_peer import thread_cpu_s
 from transport_rig import LIMIT_S, Memory, Rig, link, pair, write
 
@@ -18,135 +19,15 @@ from rdma_kv.errors import ConfigError, FenceUnsupported, LocalProtocolError, Re
 from rdma_kv.transport import nixl as nixl_module
 from rdma_kv.transport.base import FENCED, NOT_POSTED, WritePair
 from rdma_kv.transport.nixl import NixlTransport
+from rdma_kv.transport.nixl_devices import Devices
 from rdma_kv.transport.nixl_link import NixlLink, RemoteEnd
-from rdma_kv.transport.nixl_owner import Nixl, Owner
+from rdma_kv.transport.nixl_owner import Owner
 from rdma_kv.transport.nixl_owner import _turn as turn
-from rdma_kv.transport.nixl_writes import WriteQueue
-from rdma_kv.transport.regions import RegionTable, batches
+from rdma_kv.transport.nixl_writes import WriteQueue, cut
+from rdma_kv.transport.regions import RegionTable
 from rdma_kv.types import Descriptor, Region
 
 MIB = 1 << 20
-
-
-class nixlRemoteDisconnectError(Exception):  # noqa: N801 - NIXL's own name, from which the status is made
-    pass
-
-
-class nixlBackendError(Exception):  # noqa: N801
-    pass
-
-
-class FakeHandle:
-    def __init__(self, pieces, notification):
-        self.pieces = pieces
-        self.notification = notification
-        self.state = "made"
-        self.released = 0
-
-    def release(self):
-        self.released += 1
-
-
-class Native:
-    """What the wrapper wraps: a fence sees it die."""
-
-
-class FakeAgent:
-    """NIXL's wrapper as the owner thread sees it. `failing` maps a method's name to the errors of its next calls."""
-
-    def __init__(self):
-        self.backends = {"UCX": 1}
-        self.agent = Native()
-        self.failing: dict[str, list[Exception | None]] = {}
-        self.handles: list[FakeHandle] = []
-        self.registered = []
-        self.notifications = {}
-
-    def _fail(self, method):
-        errors = self.failing.get(method)
-        if errors and (error := errors.pop(0)) is not None:
-            raise error
-
-    def get_agent_metadata(self):
-        return b"blob"
-
-    def register_memory(self, entries, mem_type):
-        self._fail("register_memory")
-        assert mem_type == "DRAM"
-        self.registered += entries
-        return entries[0]
-
-    def deregister_memory(self, entry):
-        self._fail("deregister_memory")
-        self.registered.remove(entry)
-
-    def add_remote_agent(self, blob):
-        self._fail("add_remote_agent")
-        return blob
-
-    def make_connection(self, name):
-        assert isinstance(name, str)
-
-    def get_xfer_descs(self, table, mem_type):
-        assert table.dtype == np.uint64
-        assert mem_type == "DRAM"
-        return table
-
-    def initialize_xfer(self, operation, local, remote, name, notification):
-        self._fail("initialize_xfer")
-        assert operation == "WRITE"
-        assert (local[:, 1] == remote[:, 1]).all()
-        return FakeHandle(list(zip(local[:, 0], remote[:, 0], local[:, 1], strict=True)), notification)
-
-    def transfer(self, handle):
-        handle.state = "PROC"
-        self.handles.append(handle)
-        self._fail("transfer")
-        return "PROC"
-
-    def check_xfer_state(self, handle):
-        if isinstance(handle.state, Exception):
-            raise handle.state
-        return handle.state
-
-    def get_new_notifs(self):
-        self._fail("get_new_notifs")
-        found, self.notifications = self.notifications, {}
-        return found
-
-    def finish(self, *places):
-        for place in places:
-            self.handles[place].state = "DONE"
-
-
-class FakeNixl(Nixl):
-    """Makes `FakeAgent`s."""
-
-    def __init__(self, prepare=lambda agent: None):
-        super().__init__(None, (nixlRemoteDisconnectError, nixlBackendError))
-        object.__setattr__(self, "made", [])
-        object.__setattr__(self, "prepare", prepare)
-
-    def make_agent(self, name):
-        agent = FakeAgent()
-        self.prepare(agent)
-        self.made.append(agent)
-        return agent
-
-
-class Outcome:
-    """Records how one operation was settled."""
-
-    def __init__(self):
-        self.results = []
-
-    def __call__(self, error):
-        self.results.append(error)
-
-    @property
-    def error(self):
-        assert len(self.results) == 1
-        return self.results[0]
 
 
 def queue_of(agent):
@@ -156,7 +37,7 @@ def queue_of(agent):
 def add(queue, length_bytes, notification=b"n", address=0x10000):
     outcome = Outcome()
     one = WritePair(Descriptor(address, length_bytes), Descriptor(2 * address, length_bytes))
-    queue.add(batches([one], 4 * MIB, 4096), "peer", notification, outcome)
+    queue.add(cut([one]), "peer", notification, outcome)
     return outcome
 
 
@@ -263,7 +144,13 @@ def link_of(nixl, regions=(), clock=None):
     heard = []
     scratch = np.zeros(2, dtype=np.uint8)
     made = NixlLink(
-        nixl, "us>peer#0", RegionTable(regions), scratch=scratch, deliver=heard.extend, clock=clock or Clock()
+        nixl,
+        "us>peer#0",
+        RegionTable(regions),
+        devices=Devices(),
+        scratch=scratch,
+        deliver=heard.extend,
+        clock=clock or Clock(),
     )
     return made, heard
 

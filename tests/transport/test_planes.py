@@ -10,6 +10,7 @@ import pytest
 from rdma_kv.errors import ClosedError, ConfigError, RegistrationError, TransportError
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
 from rdma_kv.transport.planes import Planes
+from rdma_kv.types import Region
 
 STAGING = np.zeros(4096, np.uint8)
 WHERE = (STAGING.ctypes.data, STAGING.nbytes)
@@ -22,6 +23,7 @@ class Controlled(LoopbackTransport):
         super().__init__(makers.network, name)
         self.makers = makers
         self.closed = 0
+        self.on_devices: list[Region] = []
 
     async def start(self) -> None:
         self.makers.starts += 1
@@ -30,10 +32,13 @@ class Controlled(LoopbackTransport):
             raise self.makers.error
         await super().start()
 
-    async def register(self, address: int, length_bytes: int):
+    async def register(self, address: int, length_bytes: int, *, device: int = 0):
         if self.makers.refusal is not None:
             raise self.makers.refusal
-        return await super().register(address, length_bytes)
+        if device and self.makers.takes_devices:
+            self.on_devices.append(Region(address, length_bytes, device))
+            return self.on_devices[-1]
+        return await super().register(address, length_bytes, device=device)
 
     async def close(self) -> None:
         self.closed += 1
@@ -49,6 +54,7 @@ class Makers:
         self.go.set()
         self.error: Exception | None = None
         self.refusal: Exception | None = None
+        self.takes_devices = False
         self.starts = 0
         self.made: list[Controlled] = []
 
@@ -62,7 +68,7 @@ async def two():
     """An agent's planes `a` and `b`, staging told; nothing has started."""
     makers = {"a": Makers(), "b": Makers()}
     planes = Planes("agent@1", makers)
-    await planes.start(*WHERE)
+    await planes.start([Region(*WHERE)])
     yield planes, makers["a"], makers["b"]
     makers["a"].go.set()
     await planes.close()
@@ -79,7 +85,8 @@ async def test_of_several_none_is_started_before_it_is_needed(two):
     assert (a.made, b.made) == ([], [])
     assert planes.states() == {"a": "waiting", "b": "waiting"}
     plane = await planes.plane("b")
-    assert (plane.staging.address, plane.staging.length_bytes) == WHERE
+    assert registered(plane.transport) == {WHERE}
+    assert not plane.takes_devices
     assert plane.transport is b.made[0]
     assert a.made == []
     assert planes.states() == {"a": "waiting", "b": "started"}
@@ -89,12 +96,12 @@ async def test_of_several_none_is_started_before_it_is_needed(two):
 async def test_the_only_one_is_started_at_once_and_its_error_is_raised():
     makers = Makers()
     planes = Planes("agent@1", {"a": makers})
-    await planes.start(*WHERE)
+    await planes.start([Region(*WHERE)])
     assert planes.states() == {"a": "started"}
     await planes.close()
     makers.error = ConfigError("transport", "is not there")
     with pytest.raises(ConfigError):
-        await Planes("agent@1", {"a": makers}).start(*WHERE)
+        await Planes("agent@1", {"a": makers}).start([Region(*WHERE)])
 
 
 async def test_all_who_want_it_share_one_start(two):
@@ -195,7 +202,7 @@ async def test_close_ends_a_start_under_way_and_closes_all_that_started(two):
 async def test_nothing_starts_after_the_close():
     makers = Makers()
     planes = Planes("agent@1", {"a": makers, "b": makers})
-    await planes.start(*WHERE)
+    await planes.start([Region(*WHERE)])
     await planes.close()
     planes.prepare("a")
     with pytest.raises(ClosedError):
@@ -206,7 +213,7 @@ async def test_nothing_starts_after_the_close():
 async def test_one_that_cannot_close_does_not_keep_the_others_open(monkeypatch):
     a, b = Makers(), Makers()
     planes = Planes("agent@1", {"a": a, "b": b})
-    await planes.start(*WHERE)
+    await planes.start([Region(*WHERE)])
     await planes.plane("a")
     await planes.plane("b")
 
@@ -232,9 +239,8 @@ def registered(transport: Controlled) -> set[tuple[int, int]]:
 async def test_staging_that_is_added_is_registered_everywhere_now_and_later(two):
     planes, a, b = two
     await planes.plane("a")
-    await planes.add(*ALSO)
+    await planes.add([Region(*ALSO)])
     assert registered(a.made[0]) == {WHERE, ALSO}
-    assert (await planes.plane("a")).staging.address == WHERE[0]
     await planes.plane("b")
     assert registered(b.made[0]) == {WHERE, ALSO}
 
@@ -244,7 +250,7 @@ async def test_a_start_under_way_has_what_was_added_meanwhile(two):
     a.go.clear()
     planes.prepare("a")
     await turns()
-    adding = asyncio.create_task(planes.add(*ALSO))
+    adding = asyncio.create_task(planes.add([Region(*ALSO)]))
     await turns()
     assert not adding.done(), "or it might be told to peers before it can be written"
     a.go.set()
@@ -257,6 +263,66 @@ async def test_staging_that_is_refused_is_not_given_to_later_starts(two):
     await planes.plane("a")
     a.refusal = RegistrationError("a", "refused", "no more")
     with pytest.raises(RegistrationError):
-        await planes.add(*ALSO)
+        await planes.add([Region(*ALSO)])
     await planes.plane("b")
     assert registered(b.made[0]) == {WHERE}
+
+
+ON_GPU = Region(0x7F00_0000_0000, 4096, device=1)
+MORE_ON_GPU = Region(0x7F00_0001_0000, 4096, device=1)
+
+
+async def on_gpu(a: Makers, b: Makers) -> Planes:
+    planes = Planes("agent@1", {"a": a, "b": b})
+    await planes.start([ON_GPU, Region(*WHERE)])
+    return planes
+
+
+async def test_with_memory_of_a_gpu_all_start_and_say_who_takes_it():
+    a, b = Makers(), Makers()
+    b.takes_devices = True
+    planes = await on_gpu(a, b)
+    assert planes.states() == {"a": "started", "b": "started"}
+    assert planes.devices == ("b",)
+    assert registered(a.made[0]) == registered(b.made[0]) == {WHERE}, "host memory goes to both"
+    assert b.made[0].on_devices == [ON_GPU]
+    await planes.add([MORE_ON_GPU, Region(*ALSO)])
+    assert registered(a.made[0]) == {WHERE, ALSO}
+    assert b.made[0].on_devices == [ON_GPU, MORE_ON_GPU]
+    await planes.close()
+
+
+async def test_with_memory_of_a_gpu_one_that_cannot_start_is_not_offered():
+    a, b = Makers(), Makers()
+    a.error = TransportError("a", "start", "no such library")
+    planes = await on_gpu(a, b)
+    assert planes.offered == ("b",)
+    await planes.close()
+
+
+async def test_with_memory_of_a_gpu_none_that_can_start_is_an_error():
+    a, b = Makers(), Makers()
+    a.error = b.error = TransportError("a", "start", "no such library")
+    with pytest.raises(TransportError, match="no such library"):
+        await on_gpu(a, b)
+
+
+async def test_memory_of_a_gpu_refused_for_another_reason_than_that_is_an_error():
+    a, b = Makers(), Makers()
+    a.refusal = b.refusal = RegistrationError("a", "NO_MEMORY", "no more")
+    with pytest.raises(RegistrationError, match="no more"):
+        await on_gpu(a, b)
+
+
+async def test_a_cancelled_agent_start_does_not_hang_with_memory_of_a_gpu():
+    a, b = Makers(), Makers()
+    a.go.clear()
+    planes = Planes("agent@1", {"a": a, "b": b})
+    starting = asyncio.create_task(planes.start([ON_GPU, Region(*WHERE)]))
+    await turns()
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    a.go.set()
+    await planes.close()
+    assert [made.closed for made in (*a.made, *b.made)] == [1, 1]

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from transport_rig import Memory, Side, link, write
 
+from rdma_kv.cuda import Cuda
 from rdma_kv.errors import ConfigError, FenceUnsupported, RegistrationError, TransportError
 from rdma_kv.transport import ucx_core
 from rdma_kv.transport.base import NOT_POSTED, WritePair, unwrap_metadata, wrap_metadata
 from rdma_kv.transport.ucx import UcxTransport
 from rdma_kv.transport.ucx_core import Context, open_context
-from rdma_kv.transport.ucx_cuda import Cuda
 from rdma_kv.transport.ucx_environment import choose_lane, usable_lanes
 from rdma_kv.transport.ucx_lanes import GUARD, device_lane_of, lane_of, shares_no_host_memory, way_of
 from rdma_kv.transport.ucx_library import SETTING, candidates, load_ucx

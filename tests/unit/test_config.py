@@ -7,8 +7,9 @@ import math
 
 import pytest
 
-from rdma_kv.config import MIN_HEARTBEAT_S, Limits, StagingConfig, Timeouts
+from rdma_kv.config import MAX_HELLO_BYTES, MIN_HEARTBEAT_S, MIN_HELLO_BYTES, Limits, StagingConfig, Timeouts
 from rdma_kv.errors import ConfigError
+from rdma_kv.messages import MAX_FRAME_BYTES
 
 
 @pytest.mark.parametrize("settings", [Timeouts(), StagingConfig(), Limits()])
@@ -57,11 +58,21 @@ def test_staging_fits_the_wire(name: str, inside: tuple[int, ...], outside: tupl
 
 @pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Limits)])
 def test_limits_are_positive(name: str):
-    assert getattr(Limits(**{name: 1}), name) == 1
-    for value in (0, -1):
+    least = {"hello_bytes": MIN_HELLO_BYTES, "handshakes_per_s": 0.001}.get(name, 1)
+    assert getattr(Limits(**{name: least}), name) == least
+    for value in (0, -1, math.nan, math.inf):
         with pytest.raises(ConfigError) as refused:
             Limits(**{name: value})
         assert refused.value.field == f"limits.{name}"
+
+
+def test_a_hello_fits_a_frame_and_a_small_one_always_passes():
+    assert MAX_HELLO_BYTES == MAX_FRAME_BYTES
+    assert Limits(hello_bytes=MAX_FRAME_BYTES).hello_bytes == MAX_FRAME_BYTES
+    for value in (MIN_HELLO_BYTES - 1, MAX_FRAME_BYTES + 1):
+        with pytest.raises(ConfigError, match=f"{value}; from") as refused:
+            Limits(hello_bytes=value)
+        assert refused.value.field == "limits.hello_bytes"
 
 
 def test_staging_may_grow_to_four_times_unless_said_otherwise():

@@ -17,6 +17,7 @@ from rdma_kv import (
     Agent,
     AgentConfig,
     ErrorCode,
+    GpuConfig,
     KvLayout,
     Limits,
     LoopbackNetwork,
@@ -269,7 +270,7 @@ async def test_each_mistake_inside_a_send_fails_both_sides(tmp_path, written, ki
 # --- operations.md -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [AgentConfig, StagingConfig, Timeouts, Limits])
+@pytest.mark.parametrize("kind", [AgentConfig, StagingConfig, GpuConfig, Timeouts, Limits])
 def test_every_setting_is_listed_with_its_default(kind):
     text = section(read("docs/operations.md"), f"### `{kind.__name__}`")
     listed = {code(cells[0]): cells[1] for cells in rows(text, "setting", "default")}

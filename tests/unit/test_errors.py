@@ -22,6 +22,7 @@ from rdma_kv.errors import (
     RegistrationError,
     RemoteProtocolError,
     RouteMismatchError,
+    SidecarLostError,
     StagingFull,
     TransferAborted,
     TransferError,
@@ -46,6 +47,7 @@ EXPECTED = {
     ErrorCode.CLOSED: ClosedError,
     ErrorCode.FENCE_UNSUPPORTED: FenceUnsupported,
     ErrorCode.CHECKSUM: ChecksumError,
+    ErrorCode.SIDECAR_LOST: SidecarLostError,
 }
 
 
@@ -63,14 +65,15 @@ def test_code_and_class_map_one_to_one():
 
 
 def test_codes_never_change_their_numbers():
-    assert [code.value for code in ErrorCode] == list(range(1, 16))
-    assert [ErrorCode(number).name for number in (1, 4, 8, 12, 14, 15)] == [
+    assert [code.value for code in ErrorCode] == list(range(1, 17))
+    assert [ErrorCode(number).name for number in (1, 4, 8, 12, 14, 15, 16)] == [
         "CONFIG",
         "INCOMPATIBLE_PEER",
         "TRANSFER_TIMEOUT",
         "RANGE_UNAVAILABLE",
         "FENCE_UNSUPPORTED",
         "CHECKSUM",
+        "SIDECAR_LOST",
     ]
 
 

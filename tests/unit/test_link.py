@@ -170,6 +170,7 @@ COMPONENTS = PEER.hello().components
         {"owns": [(0, 1)]},
         {"slot_bytes": 0},
         {"transports": ["ucx", "nixl", "ucx"]},
+        {"transports": ["ucx"], "device_transports": ["nixl"]},
         {"heartbeat_ms": 2000, "lease_ms": 6000},
         {"topology": msgspec.structs.replace(TOPOLOGY, tp=0)},
         {"topology": msgspec.structs.replace(TOPOLOGY, tp=1 << 30)},
@@ -271,6 +272,35 @@ def test_the_prefill_sides_order_decides():
     one, other = side(transports=("nixl", "ucx")), side(Role.DECODE, transports=("ucx", "nixl"))
     assert choose_transport(one, other) == choose_transport(other, one) == "nixl"
     assert choose_transport(replace(one, transports=("ucx", "nixl")), other) == "ucx"
+
+
+ON_ONE_HOST = {"process": Process("host", 1, 1)}
+BOTH = {"transports": ("ucx", "nixl"), "device_transports": ("ucx", "nixl"), "device_lanes": ("cuda_ipc",)}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode_", "transport", "on_device"),
+    [
+        (BOTH, BOTH, "ucx", True),
+        (BOTH, {**BOTH, "device_transports": ("nixl",)}, "nixl", True),  # before one that would go through the hosts
+        (BOTH, {**BOTH, "device_transports": ()}, "ucx", False),
+        (BOTH, {"transports": ("nixl",)}, "nixl", False),  # an agent without a GPU
+        (BOTH, {**BOTH, "device_lanes": ()}, "ucx", False),
+        (BOTH, {**BOTH, "device_lanes": ("rdma",)}, "ucx", False),
+        (BOTH, {**BOTH, "process": Process("another host", 1, 1)}, "ucx", False),
+        (
+            {**BOTH, "device_lanes": ("cuda_ipc", "rdma")},
+            {**BOTH, "device_lanes": ("rdma",), "process": Process("another host", 1, 1)},
+            "ucx",
+            True,
+        ),
+        ({**BOTH, "process": Process()}, {**BOTH, "process": Process()}, "ucx", False),  # hosts that are not known
+    ],
+)
+def test_both_sides_choose_the_same_staging(prefill, decode_, transport: str, on_device: bool):
+    links = shake(side(**{**ON_ONE_HOST, **prefill}), side(Role.DECODE, **{**ON_ONE_HOST, **decode_}))
+    assert [link.transport for link in links] == [transport] * 2
+    assert [link.device_staging for link in links] == [on_device] * 2
 
 
 @pytest.mark.parametrize("dialed_by", ["prefill", "decode"])

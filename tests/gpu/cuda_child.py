@@ -1,6 +1,6 @@
-"""A process with one agent's ucx transport and memory of a GPU and of the host; obeys its parent. See `Child`.
+"""A process with one agent's transport, ucx or nixl, and memory of a GPU and of the host; obeys its parent. See `Child`.
 
-Needs torch, cffi, NumPy, msgspec and a libucp with cuda modules, and nothing else of the test suite.
+Needs torch, cffi, NumPy, msgspec and a libucp with cuda modules, or NIXL, and nothing else of the test suite.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ STRIDE = 40503  # odd, so that a byte that lies elsewhere differs
 
 
 class Child:
-    """The parent's half. `call` runs a method of `Agent` in the process and returns or raises what it did."""
+    """The parent's half. `call` runs a method of the `Agent` in the process and returns or raises what it did."""
 
-    def __init__(self, name: str, peer: str, ordinal: int, length_bytes: int, **environ: str) -> None:
+    def __init__(
+        self, name: str, peer: str, ordinal: int, length_bytes: int, *, backend: str = "ucx", **environ: str
+    ) -> None:
         self._pipe, there = SPAWN.Pipe()
-        arguments = (there, name, peer, ordinal, length_bytes, environ)
+        arguments = (there, backend, name, peer, ordinal, length_bytes, environ)
         self.process = SPAWN.Process(target=main, args=arguments, daemon=True)
         self.process.start()
         there.close()
@@ -51,12 +53,13 @@ class Child:
 
 
 class Agent:
-    """The child's half: a transport, an endpoint, registered `gpu` and `host` memory, and some that is not."""
+    """The child's half: a transport, an endpoint, registered `gpu` and `host` memory, and some that is not.
+
+    What differs between the back-ends is in `UcxAgent` and `NixlAgent`.
+    """
 
     def __init__(self, name: str, peer: str, ordinal: int, length_bytes: int) -> None:
         import torch
-
-        from rdma_kv.transport.ucx import UcxTransport
 
         self.torch = torch
         self.name, self.peer, self.ordinal = name, peer, ordinal
@@ -66,7 +69,7 @@ class Agent:
         self.memory["pinned"] = torch.zeros(4096, dtype=torch.uint8).pin_memory()
         self.memory["pageable"] = torch.zeros(4096, dtype=torch.uint8)
         self.devices = {"gpu": ordinal + 1, "host": 0}
-        self.transport = UcxTransport(name)
+        self.transport = self.make_transport()
         self.heard = asyncio.Queue()
         self.expected = None
 
@@ -82,9 +85,6 @@ class Agent:
 
     async def connect(self, metadata):
         await self.endpoint.connect(metadata)
-
-    async def lanes(self):
-        return self.endpoint.lane, self.endpoint.transports, self.transport.library.version
 
     async def fill(self, kind, offset, length_bytes, seed):
         self.memory[kind].zero_()
@@ -108,6 +108,13 @@ class Agent:
         await self.endpoint.write([self._pair(local, remote, addresses, length_bytes, remote_device)], body)
         return time.perf_counter() - began
 
+    async def scattered(self, addresses, remote_device, length_bytes, parts):
+        """One WRITE of as many pairs, each to where it came from in a pattern of `length_bytes`."""
+        step = length_bytes // parts
+        places = [("gpu", n * step) for n in range(parts)]
+        pairs = [self._pair(place, place, addresses, step, remote_device) for place in places[::-1]]
+        await self.endpoint.write(pairs, b"n")
+
     async def many(self, addresses, remote_device, length_bytes, count):
         """`count` WRITEs at once, each to a place of its own."""
         made = [self._pair(("gpu", n * length_bytes), ("gpu", n * length_bytes), addresses, length_bytes, remote_device)
@@ -123,9 +130,7 @@ class Agent:
 
         What the fence raised, its seconds, and whether the WRITE was under way.
         """
-        from rdma_kv.transport.ucx_writes import PACES, Pace
-
-        PACES["cuda_ipc"] = Pace(length_bytes, copies=False)
+        self.post_at_once(length_bytes)
         # The end is overwritten, by the copy engine: the copy of UCX comes there last, and may keep all multiprocessors.
         poison = self.torch.full((POISON_BYTES,), 0xAA, dtype=self.torch.uint8).pin_memory()
         end = self.memory["gpu"][-POISON_BYTES:]
@@ -134,8 +139,7 @@ class Agent:
         self.torch.cuda.synchronize(self.ordinal)
         pair = self._pair(("gpu", 0), ("gpu", 0), addresses, length_bytes, remote_device)
         writing = asyncio.ensure_future(self.endpoint.write([pair], b"n"))
-        link = self.endpoint._opened()
-        while not link.holds_memory and not writing.done():
+        while not self.is_posted() and not writing.done():
             await asyncio.sleep(0)
         under_way, began, error = not writing.done(), time.perf_counter(), ""
         if fence:
@@ -154,18 +158,9 @@ class Agent:
         await asyncio.sleep(0.5)
         return int((self.memory[kind] == value).sum())
 
-    async def without_guard(self):
-        """Before `start`: let UCX do as it likes."""
-        from rdma_kv.transport import ucx_core
-
-        ucx_core.GUARD = {}
-
     async def ask_ucx(self, **arguments):
         """A WRITE that our own table of lanes does not look at; how it ended."""
-
-        from rdma_kv.transport import ucx
-
-        ucx.way_of = lambda pairs, host_lane, device_lane: host_lane
+        self.let_all_pass()
         try:
             await self.write(**arguments)
         except TransportError as error:
@@ -174,11 +169,11 @@ class Agent:
 
     async def export(self):
         """What CUDA says of our GPU memory: exportable the old way, and the kinds of handles it allows."""
-        from rdma_kv.transport import ucx_cuda
+        from rdma_kv import cuda as libcuda
 
-        cuda = ucx_cuda.Cuda()
+        cuda = libcuda.Cuda()
         address = self.memory["gpu"].data_ptr()
-        return [cuda._attribute(what, address) for what in (ucx_cuda._IPC_CAPABLE, ucx_cuda._HANDLE_TYPES)]
+        return [cuda._attribute(what, address) for what in (libcuda._IPC_CAPABLE, libcuda._HANDLE_TYPES)]
 
     async def register(self, kind, device, length_bytes=None):
         memory = self.memory[kind]
@@ -222,14 +217,85 @@ class Agent:
         from rdma_kv.types import Descriptor
 
         (kind, offset), (there, remote_offset) = local, remote
-        here = Descriptor(self.memory[kind].data_ptr() + offset, length_bytes, self.devices[kind])
-        device = remote_device if there == "gpu" else 0
+        own_device = self.ordinal + 1 if self.memory[kind].is_cuda else 0
+        here = Descriptor(self.memory[kind].data_ptr() + offset, length_bytes, own_device)
+        device = remote_device if there in {"gpu", "spare"} else 0
         return WritePair(here, Descriptor(addresses[there] + remote_offset, length_bytes, device))
 
     def _pattern(self, kind, length_bytes, seed):
         """`[length_bytes]` uint8, the same on every device."""
         places = self.torch.arange(length_bytes, device=self.memory[kind].device, dtype=self.torch.int32)
         return ((places * STRIDE + 257 * seed) >> 8).to(self.torch.uint8)
+
+
+class UcxAgent(Agent):
+    def make_transport(self):
+        from rdma_kv.transport.ucx import UcxTransport
+
+        return UcxTransport(self.name)
+
+    async def lanes(self):
+        return self.endpoint.lane, self.endpoint.transports, self.transport.library.version
+
+    async def without_guard(self):
+        """Before `start`: let UCX do as it likes."""
+        from rdma_kv.transport import ucx_core
+
+        ucx_core.GUARD = {}
+
+    def let_all_pass(self):
+        from rdma_kv.transport import ucx
+
+        ucx.way_of = lambda pairs, host_lane, device_lane: host_lane
+
+    def post_at_once(self, length_bytes):
+        from rdma_kv.transport.ucx_writes import PACES, Pace
+
+        PACES["cuda_ipc"] = Pace(length_bytes, copies=False)
+
+    def is_posted(self):
+        return self.endpoint._opened().holds_memory
+
+
+class NixlAgent(Agent):
+    def make_transport(self):
+        from rdma_kv.transport.nixl import NixlTransport
+
+        return NixlTransport(self.name)
+
+    async def lanes(self):
+        return self.endpoint.lane, self.endpoint.host_lane
+
+    async def without_guard(self):
+        """Before `start`: let UCX do as it likes."""
+        from rdma_kv.transport import nixl, nixl_link
+
+        nixl.GUARD = nixl_link.GUARD = {}
+
+    async def without_waiting(self):
+        """Let fences end before the GPU does."""
+        from rdma_kv.transport.nixl_devices import Devices
+
+        Devices.synchronize = lambda self: None
+
+    def let_all_pass(self):
+        from rdma_kv.transport import nixl_link
+
+        nixl_link.way_of = lambda pairs, host_lane, device_lane, *, backend: host_lane
+
+    def post_at_once(self, length_bytes):
+        from rdma_kv.transport import nixl_writes
+
+        nixl_writes.DEVICE_POST_BYTES = length_bytes
+
+    def is_posted(self):
+        try:
+            return self.endpoint._link._writes.on_device
+        except RuntimeError:  # the owner thread changes what we look at
+            return False
+
+
+AGENTS = {"ucx": UcxAgent, "nixl": NixlAgent}
 
 
 def context_here():
@@ -240,14 +306,14 @@ def context_here():
     return context.value
 
 
-def main(pipe, name: str, peer: str, ordinal: int, length_bytes: int, environ: dict[str, str]) -> None:
+def main(pipe, backend: str, name: str, peer: str, ordinal: int, length_bytes: int, environ: dict[str, str]) -> None:
     os.environ.update(environ)
-    asyncio.run(serve(pipe, name, peer, ordinal, length_bytes))
+    asyncio.run(serve(pipe, AGENTS[backend], name, peer, ordinal, length_bytes))
 
 
-async def serve(pipe, name: str, peer: str, ordinal: int, length_bytes: int) -> None:
+async def serve(pipe, kind: type[Agent], name: str, peer: str, ordinal: int, length_bytes: int) -> None:
     loop = asyncio.get_running_loop()
-    agent = await loop.run_in_executor(None, Agent, name, peer, ordinal, length_bytes)  # torch sets a context there
+    agent = await loop.run_in_executor(None, kind, name, peer, ordinal, length_bytes)  # torch sets a context there
     while True:
         command, arguments = await loop.run_in_executor(None, pipe.recv)
         try:

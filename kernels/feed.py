@@ -1,0 +1,133 @@
+"""How the tables of launches reach a GPU without a wait and without an allocation: one `Feed` a stream.
+
+A launch takes a piece of pinned memory, writes its tables there and queues their copy into the feed's memory on the device,
+in front of its kernel. Two rules make it safe, and neither ever waits:
+
+* Pieces are cut from a *sheet*, one behind the other. When a sheet is used up, an event is recorded, behind the last of its
+  copies, and it is used again only when that has fired. Sheets stand in a line, in that order. If the first is still under
+  way, a new one is made: so there is about as much as was ever queued at once. An event a sheet, and not a launch: to
+  record one takes the host half as long as a copy does.
+* The memory on the device is one for all launches of the stream. Copies and kernels of a stream run in order, so a copy
+  cannot overtake the kernel that reads what was there before.
+
+The order of copy and kernel on the stream has to be that of the calls, so a feed belongs to whoever holds its `lock`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from rdma_kv.kernels.launch import Int64Array
+
+SHEET_ITEMS = 16 << 10
+"""Of a sheet, at least: 128 KiB, tables of some twenty launches of 4 MiB."""
+
+
+class Mark(Protocol):
+    """A `torch.cuda.Event`, as far as it is needed."""
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+class AlwaysPassed:
+    """The mark of the host, where a copy is done when it was asked for."""
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+
+class Sheet:
+    """Memory of the host that copies read.
+
+    Attributes:
+        host: int64 `[items]`, pinned where there is a GPU.
+        array: the same for NumPy.
+        copied: once recorded, fires when all copies that read it are done.
+        used: items, by copies since it fired.
+    """
+
+    __slots__ = ("array", "copied", "host", "used")
+
+    def __init__(self, host: torch.Tensor, copied: Mark) -> None:
+        self.host, self.copied, self.used = host, copied, 0
+        self.array: Int64Array = host.numpy()
+
+
+class Feed:
+    """See the module. Use it with its `lock` held, and with its device and stream current.
+
+    Args:
+        device: whose launches it feeds.
+        mark: makes what a sheet is guarded by.
+
+    Attributes:
+        lock: of whoever writes, copies and launches.
+    """
+
+    def __init__(self, device: torch.device, mark: Callable[[], Mark]) -> None:
+        self.lock = threading.Lock()
+        self._device, self._mark = device, mark
+        self._sheet: Sheet | None = None
+        self._line: deque[Sheet] = deque()
+        self._there: torch.Tensor | None = None
+
+    @property
+    def sheets(self) -> int:
+        """That there are."""
+        return len(self._line) + (self._sheet is not None)
+
+    def send(self, size: int, write: Callable[[Int64Array], None], *, keep: bool = False) -> torch.Tensor:
+        """Queue the copy of `size` items on the current stream; where it goes, int64 `[size]` or longer.
+
+        Args:
+            size: of the array that `write` is given.
+            write: fills it.
+            keep: the memory is the caller's, instead of the next launch's.
+        """
+        sheet = self._sheet
+        if sheet is None or sheet.used + size > sheet.array.shape[0]:
+            sheet = self._turned(size)
+        begin, end = sheet.used, sheet.used + size
+        write(sheet.array[begin:end])
+        there = torch.empty(size, dtype=torch.int64, device=self._device) if keep else self._memory(size)
+        sheet.used = end + end % 2  # before the copy: should it fail halfway, nobody else writes there
+        (there if keep else there[:size]).copy_(sheet.host[begin:end], non_blocking=True)
+        return there
+
+    def _turned(self, size: int) -> Sheet:
+        """Another sheet for the next copies, with room for `size` items."""
+        if self._sheet is not None:
+            self._sheet.copied.record()
+            self._line.append(self._sheet)
+        self._sheet = None
+        if self._line and self._line[0].copied.query():
+            sheet = self._line.popleft()
+            if sheet.array.shape[0] >= size:
+                sheet.used = 0
+                self._sheet = sheet
+        if self._sheet is None:
+            pinned = self._device.type == "cuda"
+            items = _rounded(size)
+            self._sheet = Sheet(torch.empty(items, dtype=torch.int64, pin_memory=pinned), self._mark())
+        return self._sheet
+
+    def _memory(self, size: int) -> torch.Tensor:
+        """At least `size` items on the device, for tables that the stream's next launch is done with."""
+        if self._there is None or self._there.shape[0] < size:
+            self._there = torch.empty(_rounded(size), dtype=torch.int64, device=self._device)
+        return self._there
+
+
+def _rounded(size: int) -> int:
+    """Up to a power of two, so that memory seldom grows."""
+    return max(SHEET_ITEMS, 1 << (size - 1).bit_length())

@@ -1,0 +1,164 @@
+"""`rdma-kv bench multigpu`: KV from GPU to GPU over NVLink, by agents, by NIXL's own API, and by one kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from rdma_kv.bench.goals import Meter, Missing
+from rdma_kv.bench.gpu import about, check_parts, missing_gpus
+from rdma_kv.bench.gpu_links import Link, Way
+from rdma_kv.bench.gpu_rounds import Step, faster, run_rounds, whole_part
+from rdma_kv.bench.gpu_steps import (
+    CONTIGUOUS,
+    backends,
+    close_raw,
+    raw_steps,
+    size_name,
+    transfer_step,
+    usual_raw,
+)
+from rdma_kv.bench.gpu_team import Team, TeamSpec, team
+from rdma_kv.bench.multigpu_peer import ROW_BYTES, SIZES, measure_peers
+from rdma_kv.bench.rows import Row
+from rdma_kv.errors import ConfigError, RdmaKvError
+from rdma_kv.kernels.programs import LANE_GB_S, programs_for
+
+PEER, PAIR, CROSSING = "peer", "pair", "crossing"
+PARTS: Final = (PEER, PAIR, CROSSING)
+"""In this process; from GPU 0 to GPU 1; prefill and decode on both, all traffic between them."""
+PAIR_GOAL = 0.9
+"""Goal: of the rate of NIXL's own API with one descriptor, by agents over nixl, for the largest size."""
+GOAL_BACKEND = "nixl"
+
+
+@dataclass(frozen=True, slots=True)
+class MultiGpuOptions:
+    """What `rdma-kv bench multigpu` was asked for; as `GpuOptions`.
+
+    Attributes:
+        parts: of `PARTS`; none is all.
+    """
+
+    repetitions: int = 15
+    quick: bool = False
+    commit: str = ""
+    parts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 1:
+            raise ConfigError("--repetitions", f"{self.repetitions} is not positive")
+        check_parts(self.parts, PARTS)
+
+    @property
+    def rounds(self) -> int:
+        return min(self.repetitions, 5) if self.quick else self.repetitions
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The parts to run."""
+        return self.parts or PARTS
+
+
+@dataclass(frozen=True, slots=True)
+class MultiSizes:
+    """What is moved; tests have less.
+
+    Attributes:
+        row_bytes: of the models.
+        sizes: of one transfer, the largest first. Goals are for that one.
+        slot_bytes: of staging.
+    """
+
+    row_bytes: tuple[int, ...] = ROW_BYTES
+    sizes: tuple[int, ...] = SIZES
+    slot_bytes: int = 64 << 20
+    layers: int = 64
+
+
+def measure_multigpu(options: MultiGpuOptions, meter: Meter) -> list[Row]:
+    """Run all that was asked for, on GPUs 0 and 1. What cannot be run at all is a row that is not ok."""
+    missing = missing_gpus(2)
+    if missing:
+        return [Missing("two CUDA devices", missing, "")]
+    import torch
+
+    sizes, rounds, ordinals = MultiSizes(), options.rounds, (0, 1)
+    parts: dict[str, Callable[[], list[Row]]] = {
+        PEER: lambda: measure_peers(ordinals, rounds, meter, quick=options.quick),
+        PAIR: lambda: measure_pair(ordinals, sizes, rounds, meter),
+        CROSSING: lambda: measure_crossing(ordinals, sizes, rounds, meter),
+    }
+    rows: list[Row] = []
+    for part, measure in parts.items():
+        if part in options.chosen:
+            rows += whole_part(part, measure)
+            torch.cuda.empty_cache()
+    return [*rows, *about(options.commit)]
+
+
+def measure_pair(ordinals: tuple[int | None, int | None], sizes: MultiSizes, rounds: int, meter: Meter) -> list[Row]:
+    """One prefill process on the first GPU, one decode process on the second one."""
+    spec = TeamSpec((ordinals[0],), (ordinals[1],), sizes.sizes[0], layers=sizes.layers)
+    meter("starting two processes", 0, 1)
+    try:
+        with team(spec) as pair:
+            return _pair_rows(pair, sizes, rounds, meter)
+    except RdmaKvError as exc:
+        return [Missing("GPU 0 to GPU 1", f"failed: {exc}", "")]
+
+
+def _pair_rows(pair: Team, sizes: MultiSizes, rounds: int, meter: Meter) -> list[Row]:
+    largest, *smaller = sizes.sizes
+    named = usual_raw(largest) + [(f"{CONTIGUOUS} of {size_name(size)}", size, size) for size in smaller]
+    raw = raw_steps(pair, named)
+    alike = {largest: raw[CONTIGUOUS]} | {size: raw[f"{CONTIGUOUS} of {size_name(size)}"] for size in smaller}
+    moves = _moves(pair, sizes, sizes.sizes, "GPU 0 to 1")
+    steps = [*moves.values(), *raw.values()]
+    run_rounds("GPU 0 to 1", steps, rounds, meter)
+    close_raw(pair)
+    rows: list[Row] = []
+    for (_, size, backend), move in moves.items():
+        goal = PAIR_GOAL if size == largest and backend == GOAL_BACKEND else None
+        rows.append(faster(f"{move.name}: to NIXL, one descriptor", move, alike[size], goal))
+    return [*sorted(rows, key=lambda row: row.goal is None), *(row for step in steps for row in step.rows), *_budget()]
+
+
+def measure_crossing(
+    ordinals: tuple[int | None, int | None], sizes: MultiSizes, rounds: int, meter: Meter
+) -> list[Row]:
+    """Prefill tp=2,dp=2 to decode tp=2,dp=2, one process of either on each GPU; all of them work at once."""
+    spec = TeamSpec(ordinals, ordinals, sizes.sizes[0], layers=sizes.layers)
+    meter("starting four processes", 0, 1)
+    try:
+        with team(spec) as four:
+            moves = _moves(four, sizes, sizes.sizes[:1], "both GPUs, crossing")
+            run_rounds("crossing", list(moves.values()), rounds, meter)
+            return [row for step in moves.values() for row in step.rows]
+    except RdmaKvError as exc:
+        return [Missing("tp=2,dp=2 to tp=2,dp=2", f"failed: {exc}", "")]
+
+
+def _moves(
+    some: Team, sizes: MultiSizes, num_bytes: tuple[int, ...], where: str
+) -> Mapping[tuple[int, int, str], Step]:
+    """Transfers by row size, bytes and transport."""
+    way = Way.HOST if some.spec.prefill[0] is None else Way.DIRECT
+    return {
+        (row_bytes, size, backend): transfer_step(
+            some,
+            f"{where}, {size_name(size)}{'' if len(some.prefill) == 1 else ' each'}, rows of {row_bytes:,} B: {backend}",
+            Link(backend, way, row_bytes, slot_bytes=sizes.slot_bytes),
+            size,
+            times=1 if size == sizes.sizes[0] else 5,
+        )
+        for row_bytes in sizes.row_bytes
+        for size in num_bytes
+        for backend in backends()
+    }
+
+
+def _budget() -> list[Row]:
+    programs = programs_for(["cuda_ipc"])
+    return [Row(f"programs that agents choose for cuda_ipc ({LANE_GB_S['cuda_ipc']:g} GB/s)", programs, "")]
