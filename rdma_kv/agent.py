@@ -104,6 +104,8 @@ class Agent:
         self._checks = CallChecks(config, packer)
         self._pools_ready = asyncio.Event()
         self._state = "new"
+        self._starting = asyncio.Lock()
+        self._closing: asyncio.Task[None] | None = None
 
     # --- life ----------------------------------------------------------------------------------------------------------
 
@@ -119,11 +121,16 @@ class Agent:
         """
         if self._state != "new":
             raise LocalProtocolError("an agent starts once")
-        self._state = "open"
-        await self._shell.packer.start()
-        await self._shell.mover.start()
+        self._state = "starting"
+        shell = self._shell
         host, port = parse_address(self.config.listen)
-        self.address = await self._shell.links.start(host, port)
+        async with self._starting:
+            for begin in (shell.packer.start, shell.mover.start):
+                await begin()
+                self._check_starting()
+            self.address = await shell.links.start(host, port)
+            self._check_starting()
+            self._state = "open"
         if not is_loopback(host):
             logger.warning(
                 "the control stream on %s:%d is plaintext and without authentication: let a firewall keep all but the hosts "
@@ -132,12 +139,22 @@ class Agent:
             )
 
     async def close(self) -> None:
-        """End everything: running transfers fail on both sides, memory is settled as far as it can be. Idempotent."""
-        if self._state == "closed":
-            return
+        """End everything: running transfers fail on both sides, memory is settled as far as it can be. Idempotent.
+
+        It goes on if the caller is cancelled: memory must not be freed before what touches it has ended.
+        """
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name=f"close {self.name}")
+            await asyncio.shield(self._closing)
+        elif not self._closing.done():
+            await asyncio.wait([self._closing])  # a failure is told to the first caller
+
+    async def _close(self) -> None:
         self._state = "closed"
         shell = self._shell
         self.abort(ClosedError("the agent is closing"))
+        async with self._starting:
+            pass  # a start under way has ended
         try:  # a data plane that cannot be closed, or a caller that waits no longer, must not leave links up
             await shell.mover.close()
         finally:
@@ -363,6 +380,10 @@ class Agent:
         for session in sessions:
             session.fail(error, tell=False)
         return bool(sessions)
+
+    def _check_starting(self) -> None:
+        if self._state != "starting":
+            raise ClosedError("the agent was closed while it was starting")
 
     def _check_open(self) -> None:
         if self._state != "open":

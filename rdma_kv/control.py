@@ -30,10 +30,20 @@ class Connection:
     Args:
         name: the peer, for errors.
         send_buffer_bytes: more unsent bytes than that mean that the peer does not read; the link is given up.
+        hello_bytes: longest frame that is taken before `greeted`.
+
+    Attributes:
+        refused_bytes: length of the frame that was refused for its length; 0 for none.
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, name: str, send_buffer_bytes: int
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        *,
+        name: str,
+        send_buffer_bytes: int,
+        hello_bytes: int = MAX_FRAME_BYTES,
     ) -> None:
         self.name = name
         self._reader = reader
@@ -44,6 +54,24 @@ class Connection:
         self._received = bytearray()
         self._turn_ends = 0.0
         self._closed: asyncio.Task[None] | None = None
+        self._longest_bytes = hello_bytes
+        self.refused_bytes = 0
+
+    @property
+    def address(self) -> str:
+        """Of the other end; empty where it has none."""
+        return peer_address(self._writer)
+
+    def greeted(self) -> None:
+        """The handshake is over: frames may have their full length from here on."""
+        self._longest_bytes = MAX_FRAME_BYTES
+
+    def wait(self) -> None:
+        """Leave what comes in the kernel's buffer until `go_on`: nobody reads now, and our memory would fill."""
+        self._writer.transport.pause_reading()  # type: ignore[attr-defined]
+
+    def go_on(self) -> None:
+        self._writer.transport.resume_reading()  # type: ignore[attr-defined]
 
     @property
     def open(self) -> bool:
@@ -88,6 +116,16 @@ class Connection:
             PeerLostError: the stream broke, also in the middle of a frame.
             RemoteProtocolError: a frame that is too large or unreadable.
         """
+        body = await self.frame()
+        return None if body is None else decode(self.name, body)
+
+    async def frame(self) -> bytes | None:
+        """The next message as it came, not looked at; None at a clean end of the stream.
+
+        Raises:
+            PeerLostError: the stream broke, also in the middle of a frame.
+            RemoteProtocolError: a frame that is too large. Nothing is read any more.
+        """
         while (body := self._next_frame()) is None:
             try:
                 more = await self._reader.read(READ_BYTES)
@@ -102,7 +140,20 @@ class Connection:
         if time.perf_counter() >= self._turn_ends:
             await asyncio.sleep(0)
             self._turn_ends = time.perf_counter() + TURN_S
-        return decode(self.name, body)
+        return body
+
+    async def drop_refused(self) -> None:
+        """Read the rest of a frame that was refused for its length, and forget it. Returns at the end of the stream too.
+
+        Closed with bytes unread, the stream would be reset, and its peer might never read why.
+        """
+        left = FRAME_HEADER.size + self.refused_bytes - len(self._received)
+        self._received.clear()
+        try:
+            while left > 0 and (more := await self._reader.read(READ_BYTES)):
+                left -= len(more)
+        except OSError:
+            return  # the peer does not want to know
 
     def _next_frame(self) -> bytes | None:
         """Take the body of the next frame out of what has come, if it is there whole."""
@@ -110,8 +161,12 @@ class Connection:
         if len(self._received) < start:
             return None
         (length,) = FRAME_HEADER.unpack_from(self._received)
-        if length > MAX_FRAME_BYTES:
-            raise RemoteProtocolError(self.name, f"a frame of {length} bytes exceeds the limit of {MAX_FRAME_BYTES}")
+        if length > self._longest_bytes:
+            self.refused_bytes = length
+            text = f"a frame of {length} bytes exceeds the limit of {self._longest_bytes}"
+            if length <= MAX_FRAME_BYTES:
+                text += " before the handshake; raise limits.hello_bytes on the side that says so"
+            raise RemoteProtocolError(self.name, text)
         if len(self._received) < start + length:
             return None
         body = bytes(memoryview(self._received)[start : start + length])
@@ -139,3 +194,9 @@ class Connection:
         if waiting:
             self._writer.transport.abort()
             await asyncio.wait([self._closed], timeout=CLOSE_S)
+
+
+def peer_address(writer: asyncio.StreamWriter) -> str:
+    """The address of a stream's other end; empty where it has none."""
+    name = writer.get_extra_info("peername")
+    return str(name[0]) if isinstance(name, tuple) and name else ""

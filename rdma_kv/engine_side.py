@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from rdma_kv.kernels.work import Work
 from rdma_kv.memory import HostMemory
@@ -35,6 +36,14 @@ class Kernels(Protocol):
 
     async def scatter(self, work: Work) -> int | None:
         """Slot to pages. Returns when the pages are filled, or with a wrong checksum, and then no page was touched."""
+        ...
+
+    async def fired(self, events: Sequence[Any]) -> None:
+        """Returns when all CUDA events have fired. May be cancelled.
+
+        Raises:
+            LocalProtocolError: the GPU has failed.
+        """
         ...
 
     def use_lane(self, lane: str) -> None:

@@ -37,8 +37,8 @@ class Entry:
     """One transfer on one link, with what the shell needs to serve it.
 
     Attributes:
-        events: of pages whose kernels may still run; those that have fired are dropped.
-        always: events that every box waits for.
+        events: of pages whose kernels may still run.
+        before: CUDA events before which no page is written; empty once they have fired.
         failed: resolved with the error when the transfer fails, while kernels may still touch the caller's pages.
         outcome: resolved once, when the caller's pages are no longer touched: None or the error.
     """
@@ -53,18 +53,17 @@ class Entry:
     timer: asyncio.TimerHandle | None = None
     timer_at: float | None = None
     events: list[Ready] = field(default_factory=list)
-    always: tuple[Any, ...] = ()
+    before: tuple[Any, ...] = ()
 
     def after(self, box: Box) -> tuple[Any, ...]:
-        """The CUDA events that have not fired yet, and that a launch of the box must wait for."""
-        if not self.events and not self.always:
+        """The CUDA events that a gather of the box must wait for; some may have fired. They are not asked here: only whoever
+        launches may, without disturbing the engine's captures of CUDA graphs."""
+        if not self.events:
             return ()
-        self.events = [each for each in self.events if not each.event.query()]
-        self.always = tuple(event for event in self.always if not event.query())
         component = self.machine.plan.move(box.move).component
         found = {
             id(each.event): each.event
             for each in self.events
             if each.component == component and (each.layers & box.layers).size and (each.tokens & box.tokens).size
         }
-        return (*self.always, *found.values())
+        return tuple(found.values())

@@ -15,7 +15,7 @@ from rdma_kv.errors import RdmaKvError
 from rdma_kv.messages import MAX_SLOTS
 from rdma_kv.peer import Tasks
 from rdma_kv.slots import SlotPool
-from rdma_kv.staging import Segment, Staging
+from rdma_kv.staging import Staging
 from rdma_kv.transport.planes import Planes
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,6 @@ class Growth:
         self._grown = grown
         self._growing = False
         self._exhausted = False  # the system or a data plane takes no more memory
-        self._refused: Segment | None = None  # a data plane does not take it; another one may have
 
     def request(self, peer_name: str) -> bool:
         """Have slots added, so that `peer_name` gets one and the usable slots are as many as configured.
@@ -83,8 +82,7 @@ class Growth:
         try:
             await self._planes.add(self._staging.regions(segment))
         except RdmaKvError as exc:
-            self._refused = segment
-            self._end(exc)
+            self._end(exc)  # another plane may have it: it stays until the end
             return
         self._staging.add(segment)
         await self._links.export_again()

@@ -13,8 +13,9 @@ one. When a link has ended, its data endpoint is fenced:
 * target without a fence (the peer's process may write our memory by itself): our side of the endpoint is ended, and
   then the slots are free when the peer has said that its WRITEs are over (SETTLE), or its process is proven dead.
   Where neither comes within `quiesce` of the link's end the slots are *retired*: an inaccessible mapping is put over
-  their memory, the peer's late copy fails, and new slots at new addresses take their place. Slots on a GPU are not: what a
-  peer has mapped cannot be taken from it. They are held until SETTLE or a death.
+  their memory, the peer's late copy fails, and new slots at new addresses take their place. Slots of an agent
+  on a GPU are not: what a peer has mapped cannot be taken from it, and of a host half alone the GPU half would be lost for
+  good. They are held until SETTLE or a death.
 
 Where our own side could not be ended with a proof, one more attempt is made; after that its slots are held until the
 process exits, as our own transport may still read or write them. `SlotPool` knows how many are held by whom.
@@ -308,7 +309,7 @@ class Holds:
 
     def _retire(self, link: LinkHolds) -> None:
         """Take the memory of the slots away. Our gathers and scatters do not use them, and our endpoint has ended."""
-        if self._staging.full or link.peer.device_staging:
+        if self._staging.full or self._staging.on_gpu:
             return
         try:
             for slot in link.slots - link.inaccessible:

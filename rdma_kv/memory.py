@@ -85,8 +85,12 @@ class SharedMemory(HostMemory):
 
     def __init__(self, length_bytes: int) -> None:
         self.fd = os.memfd_create("rdma-kv-staging", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, length_bytes)
-        self._map = mmap.mmap(self.fd, length_bytes, flags=mmap.MAP_SHARED)
+        try:
+            os.ftruncate(self.fd, length_bytes)
+            self._map = mmap.mmap(self.fd, length_bytes, flags=mmap.MAP_SHARED)
+        except BaseException:
+            self.close_fd()
+            raise
         self._use(self._map, length_bytes)
 
     def retire(self, offset_bytes: int, length_bytes: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from rdma_kv.config import GpuConfig, StagingConfig, Timeouts
@@ -104,6 +104,8 @@ class SlotWorker(Protocol):
 
     async def scatter(self, work: Work) -> int | None: ...
 
+    async def fired(self, events: Sequence[Any]) -> None: ...
+
     def use_lane(self, lane: str) -> None: ...
 
 
@@ -148,6 +150,7 @@ class Mover:
         self._quiet = asyncio.Event()  # no transfer is on its way to an end
         self._tasks = Tasks()
         self._closing = False
+        self._planes_ended = False
         self._holds = Holds(
             role, self._pool, self._staging, timeouts.quiesce, perform=self._perform, changed=self._on_holds_changed
         )
@@ -181,31 +184,29 @@ class Mover:
         entries = [*self._entries.values(), *self._expecting.values()]
         for entry in entries:
             self._perform(entry, entry.machine.fail(ClosedError("the agent is closing"), loop.time()))
-        await asyncio.gather(*(asyncio.shield(entry.outcome) for entry in entries))
         self._note_quiet()
         try:
             async with asyncio.timeout(self._timeouts.quiesce + 1.0):
                 await self._quiet.wait()
+                for entry in entries:
+                    await asyncio.shield(entry.outcome)
         except TimeoutError:
             logger.warning("closing while %d transfers have not settled", len(self._entries))
         await self._holds.close(INITIATOR_FIRST_S + _FENCES_S)
         self._links.closed = True
-        ended = False
         try:
             await self._planes.close()
-            ended = True
+            self._planes_ended = True
         finally:
             await self._tasks.close()
             for entry in entries:
                 if entry.timer is not None:
                     entry.timer.cancel()
-            held = {reason for _, reason in self._pool.held()}
-            if not ended or self._pool.retired or held & {Hold.UNPROVEN, Hold.GRANTED, Hold.WRITE}:
-                self._staging.retain()
 
     async def free(self, *, kernels_ended: bool) -> None:
-        """After `close`, when the packer is closed too: give the memory of a GPU back, if nothing can touch it."""
-        if not kernels_ended:
+        """After `close`, when the packer is closed too: give staging back, or keep it, if something may still touch it."""
+        held = {reason for _, reason in self._pool.held()} & {Hold.UNPROVEN, Hold.GRANTED, Hold.WRITE}
+        if held or self._pool.retired or not (kernels_ended and self._planes_ended):
             self._staging.retain()
         await self._staging.close()
 
@@ -267,7 +268,7 @@ class Mover:
             LocalProtocolError: this key is expected from this peer already. Nothing has changed.
         """
         entry = self._entry(peer, machine, tables)
-        entry.always = after
+        entry.before = after
         name = _name_of(machine)
         if (peer.name, name) in self._expecting or any(
             e.peer is peer
@@ -661,6 +662,9 @@ class Mover:
         begin = self._now()
         if entry.peer.endpoint is not None:
             self._use_lane(entry.peer.endpoint, on_device=entry.peer.device_staging)
+        if (error := await self._until_free(entry)) is not None:
+            self._perform(entry, machine.scatter_failed(slot, error, self._now()))
+            return
         result = await self._pack(entry, slot, box, self._packer.scatter, expected=checksum)
         if isinstance(result, RdmaKvError):
             self._perform(entry, machine.scatter_failed(slot, result, self._now()))
@@ -671,6 +675,28 @@ class Mover:
             return
         entry.times.scatter += self._now() - begin
         self._perform(entry, machine.scattered(slot, self._now()))
+
+    async def _until_free(self, entry: Entry) -> RdmaKvError | None:
+        """Wait for the events before which no page may be written, on the host: what is queued cannot be called back.
+
+        Returns:
+            Why the transfer has failed meanwhile.
+        """
+        if not entry.before:
+            return None
+        fired = asyncio.ensure_future(self._packer.fired(entry.before))
+        try:
+            both: list[asyncio.Future[Any]] = [fired, entry.failed]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not fired.done():
+                return entry.failed.result()
+            fired.result()
+        except RdmaKvError as exc:
+            return exc
+        finally:
+            fired.cancel()
+        entry.before = ()
+        return None
 
     # --- slots ---------------------------------------------------------------------------------------------------------
 

@@ -227,6 +227,10 @@ class Packer:
             row_bytes=pool.layout.row_bytes,
         )
 
+    async def fired(self, events: Sequence[Any]) -> None:
+        """Returns when all CUDA events have fired."""
+        await self.kernels.fired(events)
+
     def use_lane(self, lane: str) -> None:
         """A link's WRITEs go over `lane` from now on: launches must outrun it."""
         self.kernels.use_lane(lane)

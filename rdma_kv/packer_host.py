@@ -11,6 +11,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from rdma_kv.kernels.checksum import Piece, checksums
 from rdma_kv.kernels.launch import Chunk
@@ -48,7 +49,7 @@ class HostKernels:
     async def close(self) -> bool:
         """End the thread after what it does now. Whether no kernel runs any more; otherwise one may, for a moment."""
         self._executor.shutdown(wait=False)
-        return True
+        return not (self.gathers.running or self.scatters.running)
 
     async def gather(self, work: Work) -> int | None:
         """Pages to slot. Returns when the slot is filled: its checksum, if that is asked for."""
@@ -57,6 +58,9 @@ class HostKernels:
     async def scatter(self, work: Work) -> int | None:
         """Slot to pages. Returns when the pages are filled, or with a wrong checksum, and then no page was touched."""
         return await self.scatters.run(work)
+
+    async def fired(self, events: Sequence[Any]) -> None:
+        """Pools in host memory have no events."""
 
     def use_lane(self, lane: str) -> None:
         """On the host a launch takes one thread, whatever the lane."""
@@ -100,6 +104,11 @@ class Batcher:
         self._lock = threading.Lock()  # of the two below
         self._waiting: list[_Waiting] = []
         self._running = False
+
+    @property
+    def running(self) -> bool:
+        """Whether a launch is under way, or about to begin."""
+        return self._running
 
     async def run(self, work: Work) -> int | None:
         """Returns when the kernel is done with the work: its result. A launch goes on if the caller is cancelled."""

@@ -23,6 +23,7 @@ from rdma_kv.planner import LinkPlan, PageTables, Route
 from rdma_kv.protocol.actions import abort_by_name
 from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.link import Identity
+from rdma_kv.protocol.outgoing import OutgoingTransfer
 from rdma_kv.registry.static import AgentRecord, EngineRecord, is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
 from rdma_kv.topology import ModelSpec, TieBreak, Topology
@@ -216,6 +217,8 @@ def check_event(name: str, value: object, *, config: AgentConfig) -> None:
         raise ConfigError(name, f"{value!r} is no CUDA event")
     if config.gpu is None:
         raise ConfigError(name, "is a CUDA event, and the pools are in host memory; set AgentConfig.gpu")
+    if getattr(value, "cuda_event", 1) == 0:
+        raise ConfigError(name, "was never recorded; record it behind the kernels that fill the pages")
 
 
 class Call(NamedTuple):
@@ -411,8 +414,22 @@ class Session:
             if record.id in self.entries:
                 await asyncio.shield(self.entries[record.id].outcome)
             raise
-        if await asyncio.shield(entry.outcome) is not None:
+        if await self._outcome_of(entry) is not None:
             self._entry_failed(entry)
+
+    async def _outcome_of(self, entry: Entry) -> RdmaKvError | None:
+        """Wait for it, but not for ever where a send has failed: a gather may wait for a CUDA event that never fires.
+
+        Such a gather would only read pages of a transfer that has ended, into a slot that stays held.
+        """
+        if isinstance(entry.machine, OutgoingTransfer):
+            both: list[asyncio.Future[Any]] = [entry.outcome, entry.failed]
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not entry.outcome.done():
+                await asyncio.wait([entry.outcome], timeout=self.shell.config.timeouts.quiesce + 1.0)
+                if not entry.outcome.done():
+                    return entry.machine.error
+        return await asyncio.shield(entry.outcome)
 
     def _entry_failed(self, entry: Entry) -> None:
         error = entry.machine.error

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from bisect import bisect_right
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -27,6 +27,10 @@ from rdma_kv.types import Descriptor, Region
 
 _RETAINED: Final[list[Staging]] = []
 """Staging whose agent has closed while somebody may still write there: kept until the process exits."""
+
+_SPARE: Final[dict[tuple[int, int], list[DeviceMemory]]] = {}
+"""Memory of GPUs, by ordinal and length, that no WRITE can reach any more, though peers may have it mapped. CUDA does not
+allow to free it then, so it waits for the next agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,8 @@ class Staging:
         self._slots = config.slots
         self._gpu = gpu
         self._cuda: Cuda | None = None
-        self._pinned: list[HostMemory] = []
+        self._made: list[Segment] = []  # also those that never counted; given back at the end
+        self._making: set[asyncio.Task[Segment]] = set()
         self._segments: list[Segment] = []
         self._firsts: list[int] = []
 
@@ -99,23 +104,43 @@ class Staging:
         """Whether no further segment can be told to peers."""
         return len(self._segments) >= MAX_SEGMENTS
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether slots have memory on a GPU."""
+        return self._gpu is not None
+
     async def make(self, num_slots: int) -> Segment:
-        """Memory for more slots, which does not count before `add`.
+        """Memory for more slots, which does not count before `add`. It stays ours whether it is added or not.
 
         Raises:
             OSError, RdmaKvError: there is not so much, or it could not be shared.
         """
+        making = asyncio.create_task(self._make(num_slots), name="staging memory")
+        self._making.add(making)
+        making.add_done_callback(self._making.discard)
+        return await asyncio.shield(making)  # memory that is being pinned must not be forgotten
+
+    async def _make(self, num_slots: int) -> Segment:
         length_bytes = num_slots * self.slot_bytes
-        first = self.num_slots
         memory, device = self._make_host(length_bytes), None
         if self._cuda is not None and self._gpu is not None:
-            device = await asyncio.to_thread(DeviceMemory, self._cuda, self._gpu.device, length_bytes)
-            await asyncio.to_thread(self._cuda.pin, memory.address, length_bytes, self._gpu.device)
-            self._pinned.append(memory)
-        segment = Segment(memory, first, num_slots, device)
+            device = await asyncio.to_thread(self._on_device, self._cuda, self._gpu.device, memory)
+        segment = Segment(memory, self.num_slots, num_slots, device)
+        self._made.append(segment)
         if self._share is not None:
             await self._share(segment)
         return segment
+
+    @staticmethod
+    def _on_device(cuda: Cuda, ordinal: int, memory: HostMemory) -> DeviceMemory:
+        """Pin host memory, and make the slots' other half. Blocks."""
+        cuda.pin(memory.address, memory.length_bytes, ordinal)
+        try:
+            spare = _SPARE.get((ordinal, memory.length_bytes))
+            return spare.pop() if spare else DeviceMemory(cuda, ordinal, memory.length_bytes)
+        except BaseException:
+            cuda.unpin(memory.address)
+            raise
 
     def add(self, segment: Segment) -> None:
         """From now on the segment is part of what peers are told."""
@@ -164,19 +189,21 @@ class Staging:
 
     async def close(self) -> None:
         """Give memory of the GPU back, unless it is retained. No kernel, copy or transport may touch it any more."""
+        if self._making:
+            await asyncio.wait(self._making)
         if self._cuda is None or self in _RETAINED:
             return
         cuda, self._cuda = self._cuda, None
-        await asyncio.to_thread(self._give_back, cuda)
+        made, self._made = self._made, []
+        await asyncio.to_thread(self._give_back, cuda, made)
 
-    def _give_back(self, cuda: Cuda) -> None:
-        for memory in self._pinned:
-            with contextlib.suppress(RdmaKvError):  # the device has failed: the process is about to end
-                cuda.unpin(memory.address)
-        for segment in self._segments:
+    @staticmethod
+    def _give_back(cuda: Cuda, made: Sequence[Segment]) -> None:
+        for segment in made:
             if segment.device is not None:
-                with contextlib.suppress(RdmaKvError):
-                    segment.device.close()
+                with contextlib.suppress(RdmaKvError):  # the device has failed: the process is about to end
+                    cuda.unpin(segment.memory.address)
+                _SPARE.setdefault((segment.device.ordinal, segment.device.length_bytes), []).append(segment.device)
         cuda.close()
 
     def _segment_of(self, index: int) -> Segment:

@@ -20,8 +20,8 @@ Fences. `fence_source` works on every lane: our endpoint is forced to close, eve
 destroyed; nothing reads our memory then (over rdma, where that ends the queue pairs, untested). Over cuda_ipc a copy that
 the GPU has begun is not taken back: UCX lets go of it when the GPU is done, and the fence waits for that. `fence_target`
 works where bytes can have come by tcp alone: with the worker its sockets are closed, and what lies unread in them is
-gone. Over cma the peer's process writes our memory by itself, and over cuda_ipc its GPU does, whatever we close: with
-memory of a GPU registered, also formerly, it is refused. So it is where UCX could have found shared memory and we cannot
+gone. Over cma the peer's process writes our memory by itself, and over cuda_ipc its GPU does, whatever we close: where
+both sides have registered memory of a GPU, also formerly, and cuda_ipc may lead here, it is refused. So it is where UCX could have found shared memory and we cannot
 tell, and over rdma (untested).
 """
 
@@ -188,7 +188,9 @@ class UcxEndpoint(ListeningEndpoint):
             FenceUnsupported: the bytes may have come by another way than tcp, and nothing has changed; or as for
                 `fence_source`.
         """
-        lane = "cuda_ipc" if self._core.device_memory else self._host_lane
+        unknown = self._device_lane == "unknown"  # the peer's first message may come behind its WRITE
+        mapped = self._core.device_memory and (unknown or (self._device_memory_there and self._device_lane != "tcp"))
+        lane = "cuda_ipc" if mapped else self._host_lane
         if lane == "cuda_ipc" or not self._only_tcp:
             raise FenceUnsupported(BACKEND, "no-fence", f"{_NO_TARGET_FENCE[lane]}; {_NEEDED}")
         await self._end(FENCED)

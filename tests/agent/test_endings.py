@@ -6,6 +6,7 @@ import contextlib
 import pytest
 from rig import Side, cluster
 
+from rdma_kv.agent import Agent
 from rdma_kv.config import Timeouts
 from rdma_kv.errors import (
     ClosedError,
@@ -20,7 +21,7 @@ from rdma_kv.errors import (
     TransportError,
 )
 from rdma_kv.topology import ModelSpec, Topology
-from rdma_kv.transport.loopback import Fault, LoopbackNetwork
+from rdma_kv.transport.loopback import Fault, LoopbackNetwork, LoopbackTransport
 from rdma_kv.types import ReplicaId, Role
 
 MODEL = ModelSpec.gqa(layers=2, kv_heads=2, head_dim=8, itemsize=4, dtype="float32", fingerprint="toy")
@@ -352,3 +353,77 @@ async def test_a_data_plane_that_cannot_be_closed_leaves_no_link_up(tmp_path):
         assert agent.stats()["links"] == 0
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(host, port)
+
+
+async def test_a_send_whose_gather_never_ends_fails_in_bounded_time_and_the_agent_closes(tmp_path):
+    """As where a producer's CUDA event never fires, since the engine's stream is stuck."""
+    timeouts = Timeouts(quiesce=0.3)
+    async with cluster(tmp_path, MODEL, *sides(), timeouts=timeouts) as c:
+        agent = c.prefill.agents[0]
+        never = asyncio.Event()
+
+        async def stuck(work) -> None:
+            await never.wait()
+
+        agent._shell.packer.gather = stuck
+        receiving = asyncio.create_task(receive(c.decode.agents[0], key="stuck", timeout_s=0.3))
+        async with asyncio.timeout(20):
+            with pytest.raises(RdmaKvError):
+                await send(agent, key="stuck", timeout_s=0.3)
+            with pytest.raises(RdmaKvError):
+                await receiving
+            assert {key.rpartition(":")[2] for key in agent.stats()["slots_held"]} == {"gather"}, "it may still be filled"
+            await agent.close()
+
+
+async def test_a_cancelled_close_goes_on_and_frees_nothing_before_the_transports_have_ended(tmp_path):
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        agent = c.prefill.agents[0]
+        mover, order, go = agent._shell.mover, [], asyncio.Event()
+        honest_close, honest_free = mover._planes.close, mover._staging.close
+
+        async def slow_close() -> None:
+            await go.wait()
+            await honest_close()
+            order.append("planes")
+
+        async def free() -> None:
+            order.append("staging")
+            await honest_free()
+
+        mover._planes.close, mover._staging.close = slow_close, free
+        closing = asyncio.create_task(agent.close())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        assert order == []
+        go.set()
+        await agent.close()
+        assert order == ["planes", "staging"]
+
+
+async def test_a_close_during_the_start_waits_for_it_and_leaves_nothing_open(tmp_path):
+    async with cluster(tmp_path, MODEL, *sides()) as c:
+        template = c.prefill.agents[0]
+        network = LoopbackNetwork()
+        agent = Agent(template.config, c.registry, transport=lambda name: LoopbackTransport(network, name))
+        go = asyncio.Event()
+
+        async def slow_start() -> None:
+            await go.wait()
+
+        agent._shell.packer.start = slow_start
+        starting = asyncio.create_task(agent.start())
+        await asyncio.sleep(0)
+        with pytest.raises(ClosedError):
+            agent.send("k", 0, PAGES, tokens=TOKENS)
+        closing = asyncio.create_task(agent.close())
+        await asyncio.sleep(0)
+        assert not closing.done()
+        go.set()
+        with pytest.raises(ClosedError, match="while it was starting"):
+            await starting
+        await closing
+        assert agent.address == ("", 0), "nothing listens"

@@ -164,12 +164,12 @@ class _InTheLoop:
 @contextlib.contextmanager
 def in_the_loop() -> Iterator[None]:
     """Agents that are made within the block run their kernels in the loop."""
-    before = rdma_kv.packer.ThreadPoolExecutor
-    rdma_kv.packer.ThreadPoolExecutor = _InTheLoop  # type: ignore[misc, assignment]
+    before = rdma_kv.packer_host.ThreadPoolExecutor
+    rdma_kv.packer_host.ThreadPoolExecutor = _InTheLoop  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        rdma_kv.packer.ThreadPoolExecutor = before  # type: ignore[misc]
+        rdma_kv.packer_host.ThreadPoolExecutor = before  # type: ignore[misc]
 
 
 def run_turned(work: Callable[[TurnedLoop], Coroutine[Any, Any, T]], limit_s: float = _REAL_LIMIT_S) -> T:

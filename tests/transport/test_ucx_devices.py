@@ -304,14 +304,31 @@ async def test_a_region_with_no_plausible_device_is_refused(make, region):
         await left.endpoint("right@1").connect(wrap_metadata("ucx", msgspec.msgpack.encode(inner)))
 
 
-async def test_memory_of_a_gpu_rules_out_a_fence_of_the_target_also_on_tcp(make, monkeypatch):
+@pytest.mark.parametrize(
+    ("lane", "there", "fenced"),
+    [
+        ("cuda_ipc", True, False),
+        ("rdma", True, False),
+        ("unknown", False, False),  # its first message may come behind its WRITE
+        ("cuda_ipc", False, True),  # a peer without memory of a GPU has mapped none
+        ("tcp", True, True),  # on another host
+    ],
+)
+async def test_memory_of_a_gpu_rules_out_a_fence_of_the_target_where_the_peer_may_map_it(
+    make, monkeypatch, lane, there, fenced
+):
     environ = {**os.environ, "UCX_TLS": "tcp"}
     left, right = await make("left@1", environ=environ), await make("right@1", environ=environ)
     a, b = await link(left, right)
     with monkeypatch.context() as patch:
         patch.setattr(ucx_core.Core, "device_memory", True)
-        with pytest.raises(FenceUnsupported, match="peer's GPU writes"):
+        patch.setattr(b.endpoint, "_device_lane", lane)
+        patch.setattr(b.endpoint, "_device_memory_there", there)
+        if fenced:
             await b.endpoint.fence_target()
-    assert not b.endpoint.closed
-    await b.endpoint.fence_target()  # the control: without, it is there
+        else:
+            with pytest.raises(FenceUnsupported, match="peer's GPU writes"):
+                await b.endpoint.fence_target()
+    assert b.endpoint.closed == fenced
+    await b.endpoint.fence_target()  # the control: without such memory of ours, it is there
     assert a.endpoint.lane == "tcp"
