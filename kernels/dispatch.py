@@ -9,6 +9,7 @@ multiples of 16 bytes, which is what the first call told the compiler.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,9 +19,11 @@ import triton
 from triton.runtime import driver
 
 from rdma_kv.errors import ConfigError
+from rdma_kv.kernels.device import NotCompiled
 from rdma_kv.kernels.feed import AlwaysPassed, Feed
+from rdma_kv.kernels.programs import DEFAULT_PROGRAMS
 
-PROGRAMS = 16
+PROGRAMS = DEFAULT_PROGRAMS
 """Programs of one launch unless told otherwise. They take at most as many multiprocessors, and leave the rest to the engine's
 compute. On an H200, 16 of them carry 580 GB/s of payload, more than any lane there; `programs` chooses for a lane."""
 
@@ -128,6 +131,21 @@ def on(device: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]
 _compiled: dict[tuple[Any, ...], tuple[Any, Any]] = {}
 
 
+class _Caller(threading.local):
+    may_not_compile = False
+
+
+_caller = _Caller()
+
+
+def forbid_compiling(forbidden: bool) -> None:
+    """Whether a launch of this thread that would have to compile its kernel raises `NotCompiled` from now on.
+
+    With Triton before 3.6 it compiles all the same: there, what was compiled is not known here.
+    """
+    _caller.may_not_compile = forbidden
+
+
 def start(
     kernel: Any,  # noqa: ANN401 - Triton is not typed
     programs: int,
@@ -148,6 +166,9 @@ def start(
         warps: of a program.
         registers: a thread has at most; None leaves it to the compiler.
         queue: whose stream runs it.
+
+    Raises:
+        NotCompiled: see `forbid_compiling`; nothing was started.
     """
     key = (id(kernel), queue.index, warps, registers, constants)
     known = _compiled.get(key)
@@ -155,6 +176,24 @@ def start(
         known[1][(programs, 1, 1)](*[table.data_ptr() for table in tables], *constants, stream=queue.handle)
         return
     options = {"num_warps": warps} | ({"maxnreg": registers} if registers else {})
+    if _caller.may_not_compile and _DIRECT and isinstance(kernel, triton.JITFunction):
+        raise NotCompiled(lambda: _compile(kernel, len(tables), constants, options, queue, key))
     compiled = kernel[(programs,)](*tables, *constants, **options)
     if _DIRECT and isinstance(kernel, triton.JITFunction) and compiled is not None:
         _compiled[key] = (kernel, compiled)  # the kernel too, so that no other has its id
+
+
+def _compile(
+    kernel: Any,  # noqa: ANN401
+    tables: int,
+    constants: tuple[Any, ...],
+    options: dict[str, int],
+    queue: Queue,
+    key: tuple[Any, ...],
+) -> None:
+    """Compile a kernel for `start`, and load it onto the device, without a launch."""
+    with on(queue.device, None):
+        anywhere = torch.empty(2, dtype=torch.int64, device=queue.device)
+        compiled = kernel.warmup(*[anywhere] * tables, *constants, grid=(1,), **options)
+        compiled[(1, 1, 1)]  # what it returns is ready to be called
+    _compiled[key] = (kernel, compiled)

@@ -4,9 +4,9 @@ A launch takes a piece of pinned memory, writes its tables there and queues thei
 in front of its kernel. Two rules make it safe, and neither ever waits:
 
 * Pieces are cut from a *sheet*, one behind the other. When a sheet is used up, an event is recorded, behind the last of its
-  copies, and it is used again only when that has fired. Sheets stand in a line, in that order. If the first is still under
-  way, a new one is made: so there is about as much as was ever queued at once. An event a sheet, and not a launch: to
-  record one takes the host half as long as a copy does.
+  copies, and it is used again only when that has fired. If all are under way, a new one is made: so there is about as much
+  as was ever queued at once. An event a sheet, and not a launch: to record one takes the host half as long as a copy does.
+  Of sheets that are free the last is taken, which the host's caches know best.
 * The memory on the device is one for all launches of the stream. Copies and kernels of a stream run in order, so a copy
   cannot overtake the kernel that reads what was there before.
 
@@ -26,6 +26,7 @@ from rdma_kv.kernels.launch import Int64Array
 
 SHEET_ITEMS = 16 << 10
 """Of a sheet, at least: 128 KiB, tables of some twenty launches of 4 MiB."""
+_KEPT_VIEWS = 64
 
 
 class Mark(Protocol):
@@ -56,11 +57,21 @@ class Sheet:
         used: items, by copies since it fired.
     """
 
-    __slots__ = ("array", "copied", "host", "used")
+    __slots__ = ("_views", "array", "copied", "host", "used")
 
     def __init__(self, host: torch.Tensor, copied: Mark) -> None:
         self.host, self.copied, self.used = host, copied, 0
         self.array: Int64Array = host.numpy()
+        self._views: dict[tuple[int, int], torch.Tensor] = {}
+
+    def view(self, begin: int, end: int) -> torch.Tensor:
+        """`host[begin:end]`. Kept, as launches are much alike and a slice of a tensor costs as much as ten of an array."""
+        found = self._views.get((begin, end))
+        if found is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            found = self._views[begin, end] = self.host[begin:end]
+        return found
 
 
 class Feed:
@@ -78,13 +89,16 @@ class Feed:
         self.lock = threading.Lock()
         self._device, self._mark = device, mark
         self._sheet: Sheet | None = None
-        self._line: deque[Sheet] = deque()
+        self._line: deque[Sheet] = deque()  # under way, in the order of their copies
+        self._free: list[Sheet] = []
         self._there: torch.Tensor | None = None
+        self._items = 0  # of `_there`
+        self._views: dict[int, torch.Tensor] = {}  # its beginnings, by length
 
     @property
     def sheets(self) -> int:
         """That there are."""
-        return len(self._line) + (self._sheet is not None)
+        return len(self._line) + len(self._free) + (self._sheet is not None)
 
     def send(self, size: int, write: Callable[[Int64Array], None], *, keep: bool = False) -> torch.Tensor:
         """Queue the copy of `size` items on the current stream; where it goes, int64 `[size]` or longer.
@@ -99,9 +113,12 @@ class Feed:
             sheet = self._turned(size)
         begin, end = sheet.used, sheet.used + size
         write(sheet.array[begin:end])
-        there = torch.empty(size, dtype=torch.int64, device=self._device) if keep else self._memory(size)
         sheet.used = end + end % 2  # before the copy: should it fail halfway, nobody else writes there
-        (there if keep else there[:size]).copy_(sheet.host[begin:end], non_blocking=True)
+        if keep:
+            there = to = torch.empty(size, dtype=torch.int64, device=self._device)
+        else:
+            there, to = self._memory(size)
+        to.copy_(sheet.view(begin, end), non_blocking=True)
         return there
 
     def _turned(self, size: int) -> Sheet:
@@ -109,23 +126,28 @@ class Feed:
         if self._sheet is not None:
             self._sheet.copied.record()
             self._line.append(self._sheet)
-        self._sheet = None
-        if self._line and self._line[0].copied.query():
-            sheet = self._line.popleft()
-            if sheet.array.shape[0] >= size:
-                sheet.used = 0
-                self._sheet = sheet
-        if self._sheet is None:
+        while self._line and self._line[0].copied.query():
+            self._free.append(self._line.popleft())
+        sheet = self._free.pop() if self._free else None
+        if sheet is None or sheet.array.shape[0] < size:  # one that is too small goes: its copies are done
             pinned = self._device.type == "cuda"
-            items = _rounded(size)
-            self._sheet = Sheet(torch.empty(items, dtype=torch.int64, pin_memory=pinned), self._mark())
-        return self._sheet
+            sheet = Sheet(torch.empty(_rounded(size), dtype=torch.int64, pin_memory=pinned), self._mark())
+        sheet.used = 0
+        self._sheet = sheet
+        return sheet
 
-    def _memory(self, size: int) -> torch.Tensor:
-        """At least `size` items on the device, for tables that the stream's next launch is done with."""
-        if self._there is None or self._there.shape[0] < size:
-            self._there = torch.empty(_rounded(size), dtype=torch.int64, device=self._device)
-        return self._there
+    def _memory(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory on the device for tables that the stream's next launch is done with, and its first `size` items."""
+        if self._there is None or self._items < size:
+            self._items = _rounded(size)
+            self._there = torch.empty(self._items, dtype=torch.int64, device=self._device)
+            self._views.clear()
+        view = self._views.get(size)
+        if view is None:
+            if len(self._views) >= _KEPT_VIEWS:
+                self._views.clear()
+            view = self._views[size] = self._there[:size]
+        return self._there, view
 
 
 def _rounded(size: int) -> int:

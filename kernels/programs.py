@@ -7,6 +7,9 @@ from types import MappingProxyType
 
 from rdma_kv.errors import ConfigError
 
+DEFAULT_PROGRAMS = 16
+"""Of a launch, where no lane is known."""
+
 MARGIN = 1.2
 """By how much the kernel must outrun the lane, so that it is never what a transfer waits for."""
 
@@ -41,17 +44,35 @@ def fewest_programs(lane_gb_s: float, curve: Mapping[int, float] = H200, margin:
     return min(programs for programs, gb_s in curve.items() if gb_s == fastest)
 
 
+def rate_gb_s(programs: int, curve: Mapping[int, float] = H200) -> float:
+    """What so many programs carry, in GB/s: along lines between the points of the curve, from (0, 0) to its end.
+
+    Raises:
+        ConfigError: the number is not positive, or the curve is empty.
+    """
+    if programs < 1:
+        raise ConfigError("programs", f"{programs} is not positive")
+    if not curve:
+        raise ConfigError("curve", "is empty; measure one with `rdma-kv bench gpu`")
+    below, below_gb_s = 0, 0.0
+    for number, gb_s in sorted(curve.items()):
+        if programs <= number:
+            return below_gb_s + (gb_s - below_gb_s) * (programs - below) / (number - below)
+        below, below_gb_s = number, gb_s
+    return below_gb_s
+
+
 LANE_GB_S: Mapping[str, float] = MappingProxyType({"cuda_ipc": 300.0, "rdma": 50.0, "pinned": 55.0})
 """What a lane carries at most, in GB/s: NVLink between two H200 in one descriptor, 400 Gbit/s, PCIe 5 x16 one way. All that
 goes through pinned host memory is bound by PCIe first."""
 
 
 def programs_for(lanes: Iterable[str], curve: Mapping[int, float] = H200) -> int:
-    """The fewest programs that outrun the fastest of some lanes.
+    """The fewest programs that outrun the fastest of some lanes; `DEFAULT_PROGRAMS` if there are none.
 
     Args:
         lanes: as `Agent.stats` names them: `cuda_ipc`, `rdma`, `pinned+tcp`, ...
         curve: as for `fewest_programs`.
     """
     rates = [LANE_GB_S.get(lane.partition("+")[0], LANE_GB_S["pinned"]) for lane in lanes]
-    return fewest_programs(max(rates, default=LANE_GB_S["pinned"]), curve)
+    return fewest_programs(max(rates), curve) if rates else DEFAULT_PROGRAMS

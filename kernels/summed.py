@@ -43,9 +43,10 @@ from rdma_kv.kernels.tiles import Shape, _quotient, _turns
 SUM_WORDS = TILE_WORDS * 4 // WORD_BYTES
 """Of 16 bytes, in a tile of the checksum. A program's piece has at least as many."""
 
-WIDE = Shape(8192, 32)
-NARROW = Shape(2048, 16)
-_PROGRAMS = 1056
+# Measured on an H200. Few programs want much in flight. Many small ones hide best what one of them waits for.
+WIDE = Shape(4096, 32)
+NARROW = Shape(512, 4)
+_WIDE_PROGRAMS = 800
 _DEEPEST = 16  # words of a thread in one tile of the checksum, at most: all of it in one warp
 
 _LINE_AT = tl.constexpr(int(Tile.LINE_AT))
@@ -112,6 +113,16 @@ def wanted_of(checksum: bool | Sequence[bool], chunks: int) -> list[bool] | None
     return list(checksum) if any(checksum) else None
 
 
+def best_shape(programs: int, words: int) -> Shape:
+    """Of so many programs that share so many words."""
+    return WIDE if programs <= min(_WIDE_PROGRAMS, words // WIDE.words) else NARROW
+
+
+def deep_of(shape: Shape, words: int) -> int:
+    """Words of a thread in one tile of the checksum, where a piece has so many."""
+    return min(_DEEPEST, max(1, words // (32 * shape.warps)))
+
+
 def launch(
     chunks: Sequence[Chunk],
     wanted: Sequence[bool],
@@ -132,16 +143,16 @@ def launch(
             for chunk, each in zip(chunks, wanted, strict=True)
         ]
         return Checksums(checksums(pieces, device=device, stream=stream, programs=programs), stream)
-    shape = shape or (WIDE if tables.tiles >= 2 * programs else NARROW)
+    shape = shape or best_shape(programs, tables.tiles * tables.tile_words)
     words = min(shape.words, tables.tile_words)
-    deep = min(_DEEPEST, max(1, words // (32 * shape.warps)))
+    deep = deep_of(shape, words)
     queue = queue_of(device, stream)
     with queue.feed.lock, queue.current(stream):
         table = queue.feed.send(tables.size, tables.write, keep=True)
         if tables.tiles:
             start(
                 _gather_summed,
-                min(programs, _PROGRAMS, tables.tiles * (tables.tile_words // words)),
+                min(programs, tables.tiles * (tables.tile_words // words)),
                 (table, multipliers_on(queue)),
                 (tables.pooled, tables.tile_words, words, deep),
                 warps=shape.warps,

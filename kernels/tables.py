@@ -170,8 +170,7 @@ class Tables:
     ) -> None:
         self._parts, self._sums, self._chunks = parts, sums, chunks
         self.tile_words = tile_words
-        self.pooled = pooled or any(part.pooled for part in parts)
-        self.odd = False
+        self.pooled, self.odd = pooled, False
         self._patterns: list[_Pattern] = []
         self._grains: list[int] = []
         self.tiles = self.planes = tokens = pointers = 0
@@ -179,6 +178,7 @@ class Tables:
         for part in parts:
             grain_bytes = part.bits & -part.bits
             self.odd |= grain_bytes < WORD_BYTES
+            self.pooled |= part.pooled
             pattern = _pattern(part.planes, part.tokens, part.heads, part.row_bytes, grain_bytes, tile_words, across)
             self._patterns.append(pattern)
             self._grains.append(grain_bytes)
@@ -267,22 +267,30 @@ def pair(sources: Sequence[Chunk], targets: Sequence[Chunk], tile_words: int) ->
     """
     if len(sources) != len(targets):
         raise ConfigError("targets", f"{len(targets)} chunks for {len(sources)} sources")
-    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        for field in ("planes", "tokens", "heads", "row_bytes"):
-            here, there = getattr(source, field), getattr(target, field)
-            if here != there:
-                raise ConfigError("targets", f"chunk {number} has {field} {there}, its source {here}")
     ways = [_parts(chunks, packed=False) for chunks in (sources, targets)]
+    for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        if _sizes(source) != _sizes(target):
+            here, there = (dict(zip(_SIZES, _sizes(chunk), strict=True)) for chunk in (source, target))
+            raise ConfigError("targets", f"chunk {number} has {there}, its source {here}")
     for number, (source_part, target_part) in enumerate(zip(*ways, strict=True)):
         ways[0][number], ways[1][number] = _alike(source_part, target_part)
     pooled = any(part.pooled for parts in ways for part in parts)
     return Tables.of(ways[0], tile_words, pooled=pooled), Tables.of(ways[1], tile_words, pooled=pooled)
 
 
+_SIZES = ("planes", "tokens", "heads", "row_bytes")
+
+
+def _sizes(chunk: Chunk) -> tuple[int, int, int, int]:
+    return chunk.pointers.shape[1], chunk.token_offset.shape[0], chunk.heads, chunk.row_bytes
+
+
 def _alike(one: _Part, other: _Part) -> tuple[_Part, _Part]:
     """Both with heads joined only if both have, and with the grain that divides both."""
     bits = one.bits | other.bits
     if one.joined == other.joined:
+        if one.bits & -one.bits == other.bits & -other.bits:
+            return one, other
         return one._replace(bits=bits), other._replace(bits=bits)
     chunk = one.chunk
     for part in (one, other):
@@ -329,11 +337,12 @@ def _looked_into(used: list[tuple[int, Chunk, int, int]], *, packed: bool) -> li
     pointers = [chunk.pointers.reshape(-1) for _, chunk, _, _ in used]
     pools = [chunk.token_pool for _, chunk, _, _ in used]
     (offset_bits,) = _reduced([chunk.token_offset for _, chunk, _, _ in used], np.bitwise_or)
-    pointer_bits, lowest = _reduced(pointers, np.bitwise_or, np.minimum)
-    if min(lowest) < 1:
-        raise LookupError("pointers")
-    (pool_bits,) = _reduced(pools, np.bitwise_or)
-    first, last = _reduced(pools, np.minimum, np.maximum) if any(pool_bits) else (pool_bits, pool_bits)
+    (pointer_bits,) = _reduced(pointers, np.bitwise_or)
+    if min(pointer_bits) < 0 or any(map(_zeros, pointers)):
+        raise LookupError("pointers")  # below 1
+    first = last = [0] * len(used)
+    if any(map(_nonzeros, pools)):
+        first, last = _reduced(pools, np.minimum, np.maximum)
     parts = []
     for number, (place, chunk, tokens, planes) in enumerate(used):
         heads, row_bytes, head_stride = chunk.heads, chunk.row_bytes, chunk.head_stride
@@ -355,6 +364,14 @@ def _looked_into(used: list[tuple[int, Chunk, int, int]], *, packed: bool) -> li
             if count >> 31:
                 raise ConfigError(field, f"{count} are more than the kernel counts in 32 bits")
     return parts
+
+
+def _nonzeros(array: npt.NDArray[Any]) -> int:
+    return int(np.count_nonzero(array))  # a fifth of what a reduction costs
+
+
+def _zeros(array: npt.NDArray[Any]) -> int:
+    return int(array.shape[0]) - _nonzeros(array)
 
 
 def _refused(chunks: Sequence[Chunk], *, packed: bool) -> ConfigError:

@@ -39,6 +39,7 @@ int cuInit(unsigned flags);
 int cuGetErrorName(int result, const char **text);
 int cuDeviceGetCount(int *count);
 int cuDeviceGet(int *device, int ordinal);
+int cuDeviceGetUuid_v2(void *uuid, int device);
 int cuDevicePrimaryCtxRetain(void **context, int device);
 int cuDevicePrimaryCtxRelease_v2(int device);
 int cuCtxPushCurrent_v2(void *context);
@@ -95,6 +96,7 @@ class Cuda:
         self._contexts: dict[int, CData] = {}
         self._held: dict[int, int] = {}  # ordinal of each address that was allocated or pinned
         self._closed = False
+        self._popped: CData = self._ffi.new("void **")  # what is read by nobody
 
     def retain(self, ordinal: int) -> None:
         """Keep the primary context of a device alive until `close`. Where the process uses the device, it exists already.
@@ -113,19 +115,35 @@ class Cuda:
                 device = self._out("int *", "cuDeviceGet", ordinal)
                 self._contexts[ordinal] = self._out("void **", "cuDevicePrimaryCtxRetain", device)
 
-    @contextlib.contextmanager
-    def current(self, ordinal: int) -> Iterator[None]:
+    def uuid(self, ordinal: int) -> bytes:
+        """The 16 bytes by which every process of this host knows a device, however it counts.
+
+        Raises:
+            RegistrationError: there is no such device.
+        """
+        uuid = self._ffi.new("unsigned char[16]")
+        device = self._out("int *", "cuDeviceGet", ordinal)
+        self._check(self._lib.cuDeviceGetUuid_v2(uuid, device), "cuDeviceGetUuid")
+        return bytes(self._ffi.buffer(uuid))
+
+    def ordinal_of(self, uuid: bytes) -> int | None:
+        """The device of that `uuid` as this process counts; None where it does not see it.
+
+        Raises:
+            RegistrationError: the driver has failed.
+        """
+        count = self._out("int *", "cuDeviceGetCount")
+        return next((ordinal for ordinal in range(count) if self.uuid(ordinal) == uuid), None)
+
+    def current(self, ordinal: int) -> contextlib.AbstractContextManager[None]:
         """Inside, the primary context of a retained device is current on this thread; afterwards, what was before.
 
         Calls inside neither spoil, nor are refused for, a CUDA graph that another thread captures: see `leave_captures`.
+
+        Raises:
+            RegistrationError: (on the way in or out) the device has failed.
         """
-        self._check(self._lib.cuCtxPushCurrent_v2(self._contexts[ordinal]), "cuCtxPushCurrent")
-        before = self.leave_captures()
-        try:
-            yield
-        finally:
-            self.leave_captures(before)
-            self._lib.cuCtxPopCurrent_v2(self._ffi.new("void **"))
+        return _Current(self, self._contexts[ordinal])
 
     def leave_captures(self, mode: int = _RELAXED) -> int:
         """Let this thread allocate memory and ask events while another one captures a CUDA graph; the mode it had.
@@ -386,6 +404,30 @@ class Cuda:
             raise RegistrationError(BACKEND, DEVICE_MEMORY, f"{what} failed: {name}")
 
 
+class _Current:
+    """See `Cuda.current`. Entered for every turn of a loop, so it makes as few objects as will do."""
+
+    __slots__ = ("_context", "_cuda", "_mode")
+
+    def __init__(self, cuda: Cuda, context: CData) -> None:
+        self._cuda, self._context = cuda, context
+
+    def __enter__(self) -> None:
+        cuda = self._cuda
+        if result := cuda._lib.cuCtxPushCurrent_v2(self._context):
+            cuda._check(result, "cuCtxPushCurrent")
+        self._mode = cuda._ffi.new("int *", _RELAXED)
+        if result := cuda._lib.cuThreadExchangeStreamCaptureMode(self._mode):
+            cuda._check(result, "cuThreadExchangeStreamCaptureMode")
+
+    def __exit__(self, *_: object) -> None:
+        cuda = self._cuda
+        result = cuda._lib.cuThreadExchangeStreamCaptureMode(self._mode)  # it holds what was before
+        cuda._lib.cuCtxPopCurrent_v2(cuda._popped)
+        if result:
+            cuda._check(result, "cuThreadExchangeStreamCaptureMode")
+
+
 class DeviceMemory:
     """Memory of a GPU that other processes can map, owned by this object until `close`.
 
@@ -403,6 +445,16 @@ class DeviceMemory:
         self.length_bytes = length_bytes
         self.address = cuda.allocate(ordinal, length_bytes)
         self._cuda: Cuda | None = cuda
+
+    def export_handle(self) -> bytes:
+        """See `Cuda.export_handle`.
+
+        Raises:
+            RegistrationError: it is closed, or the system does not let processes share memory of GPUs.
+        """
+        if self._cuda is None:
+            raise RegistrationError(BACKEND, DEVICE_MEMORY, "memory that was given back cannot be exported")
+        return self._cuda.export_handle(self.address)
 
     def close(self) -> None:
         """Give it back, see `Cuda.free`. Idempotent; the address must not be used any more.

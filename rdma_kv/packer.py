@@ -64,6 +64,7 @@ class Packer:
         self._topology = topology
         self._owns = tuple(owns)
         self._pools: dict[tuple[int, int], Pool] = {}  # (component, rank)
+        self._complete: tuple[int, ...] | None = None  # page sizes, once all pools are there
         self._claimed = np.empty((0, 2), dtype=np.int64)  # [start, end) of all pool buffers
         self._device = None if gpu is None else gpu.device
         self.kernels = kernels or (HostKernels(gather, scatter) if gpu is None else _cuda_kernels(gpu))
@@ -166,6 +167,8 @@ class Packer:
         Raises:
             ConfigError: a pool of an owned rank is missing.
         """
+        if self._complete is not None:
+            return self._complete  # nothing is ever taken away
         for index, component in enumerate(self._model.components):
             for owned in self._owns:
                 stage = self._topology.stage_layers(self._topology.place(owned.rank)[0])
@@ -174,7 +177,8 @@ class Packer:
                         "register_pool",
                         f"component {component.name!r} of rank {owned.rank} has no pool; register it first",
                     )
-        return tuple(self.page_sizes.get(index, 1) for index in range(len(self._model.components)))
+        self._complete = tuple(self.page_sizes.get(index, 1) for index in range(len(self._model.components)))
+        return self._complete
 
     def page_tables(self, replica: int, pages: Any, ends: Sequence[int]) -> PageTables:  # noqa: ANN401
         """Check a request's page tables.

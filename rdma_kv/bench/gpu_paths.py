@@ -46,7 +46,7 @@ class PathSizes:
     Attributes:
         row_bytes: of the models, each with all of the rest.
         whole_bytes, small_bytes, host_bytes: of one transfer of the parts `processes`, `latency` and `host`.
-        slot_bytes: of staging on GPUs.
+        slot_bytes: of staging on GPUs: large, since a chunk costs each side some 0.7 ms of CPU.
         pinned_slot_bytes: of staging through pinned memory: smaller, so that its copies overlap a WRITE that is far slower.
             Host agents have the default.
         programs: of the kernels that are measured alone, as agents choose it.
@@ -57,7 +57,7 @@ class PathSizes:
     whole_bytes: int = 1 << 30
     small_bytes: int = 1 << 20
     host_bytes: int = 256 << 20
-    slot_bytes: int = 64 << 20
+    slot_bytes: int = 128 << 20
     pinned_slot_bytes: int = 16 << 20
     layers: int = 64
 

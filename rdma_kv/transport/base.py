@@ -167,6 +167,8 @@ class Transport(Protocol):
     async def register(self, address: int, length_bytes: int, *, device: int = 0) -> Region:
         """Register memory `[address, address + length_bytes)`. Same range again: the same region, counted.
 
+        Register memory of a GPU before the first `metadata` or `connect` of an endpoint that shall move it.
+
         Args:
             device: 0 for the host, else the CUDA ordinal + 1: memory of cudaMalloc on that GPU.
 

@@ -6,9 +6,10 @@ brings along: unlike NIXL's bare notification it tells when it has left, and so 
 
 `close` is the fence. It drops every reference to the agent, so that its destructor runs inside `close`, on this thread,
 and returns when its sockets are closed and no queue of it is left. That is seen, not assumed: a weak reference to NIXL's
-own object dies after the destructor. Only then do pending WRITEs end. Copies of GPUs outlive the agent: they read on,
-and its end would unmap the peer's memory below them. So `close` waits for the GPUs before it, where a post with memory
-of a GPU has not been seen to end, and again after it, for what began in between.
+own object dies after the destructor. Only then do pending WRITEs end. A copy that a GPU has begun is not taken back by
+that: in one try the agent's end lasted as long as the copy, but nothing promises it, nor that it would be safe to unmap the
+peer's memory below a copy. So where a post with memory of a GPU has not been seen to end, `close` waits for the GPUs
+before it destroys the agent, and again after it, for what began in between.
 
 Memory of GPUs is for agents that were made when some was registered: with the settings that keep it off tcp
 (`ucx_lanes.GUARD`), and with a CUDA context, without which the keys of the peer's are unpacked to no use, for good. An

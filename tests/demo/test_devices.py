@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rdma_kv.cli.demo import _show_routing
+from rdma_kv.config import GpuConfig
 from rdma_kv.demo import devices
 from rdma_kv.demo.devices import Seen, check_device, check_unused, choose, gpus, name, parse_device, prepare, spread
+from rdma_kv.demo.model import ModelShape
+from rdma_kv.demo.run import DemoOptions, EngineOptions, process_specs
 from rdma_kv.errors import ConfigError, LocalProtocolError
+from rdma_kv.topology import Topology
 
 HERE = Path(__file__).parent
 TWO = Seen("2.11.0", "13.0", 2)
@@ -117,6 +123,31 @@ def test_all_gpus_are_used_and_kv_crosses(count, prefill, decode):
     for side in (left, right):  # in turn: none has two more than another
         loads = [side.count(ordinal) for ordinal in ordinals]
         assert max(loads) - min(loads) <= 1
+
+
+@pytest.mark.parametrize(
+    ("processes", "placed"),
+    [
+        ("replica", ["prefill/0 on cuda:0", "decode/0 on cuda:1", "decode/1 on cuda:0"]),
+        (
+            "rank",
+            ["prefill/0 rank 0 on cuda:0", "prefill/0 rank 1 on cuda:1", "decode/0 on cuda:1", "decode/1 on cuda:0"],
+        ),
+    ],
+)
+def test_every_process_knows_its_gpu_and_people_are_told(monkeypatch, capsys, processes, placed):
+    """Prefill of two ranks, decode of two replicas of one rank, two GPUs."""
+    monkeypatch.setattr(devices, "gpus", lambda text: (0, 1) if text == "cuda" else ())
+    engines = [EngineOptions(Topology.with_layers(4, tp=2, dp=dp), 16, "nhd") for dp in (1, 2)]
+    options = DemoOptions(*engines, ModelShape(), 4, "ucx", 0, 60.0, processes, "cuda")
+    specs = process_specs(options, Path("registry.toml"))
+    assert [f"{spec.name} on cuda:{spec.gpu}" for spec in specs] == placed
+    model = SimpleNamespace(spec=ModelShape().spec)
+    assert [spec.config(model).gpu for spec in specs] == [GpuConfig(spec.gpu) for spec in specs]
+    _show_routing(options)
+    assert f"GPUs    {', '.join(placed)}\n" in capsys.readouterr().out
+    on_cpu = process_specs(replace(options, device="cpu"), Path("registry.toml"))
+    assert {(spec.gpu, spec.config(model).gpu) for spec in on_cpu} == {(None, None)}
 
 
 def test_names():

@@ -591,13 +591,13 @@ def _watch_launches(member: Member) -> None:
     from rdma_kv.kernels import device_torch
 
     class Watched(device_torch.TorchDevice):
-        def gather(self, works: Any, stream: Any, programs: int) -> Any:
+        def gather(self, works: Any, stream: Any, programs: int, after: Any) -> Any:
             member.launched.append(("gather", programs, stream.cuda_stream, stream.priority))
-            return super().gather(works, stream, programs)
+            return super().gather(works, stream, programs, after)
 
-        def scatter(self, chunks: Any, stream: Any, programs: int) -> None:
+        def scatter(self, chunks: Any, stream: Any, programs: int, after: Any) -> None:
             member.launched.append(("scatter", programs, stream.cuda_stream, stream.priority))
-            super().scatter(chunks, stream, programs)
+            super().scatter(chunks, stream, programs, after)
 
     device_torch.TorchDevice = Watched
 

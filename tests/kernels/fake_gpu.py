@@ -6,6 +6,7 @@ stream, or does not wait for what it needs, moves the wrong bytes here too. Kern
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import threading
 from collections import deque
@@ -60,12 +61,15 @@ class FakeGpu:
         runs_by_itself: whenever an event is asked, as a GPU does; otherwise only in `run`.
         refuse: an exception for the next call that queues a kernel or copy, by its name.
         dead: a failure for good: events can neither be made nor asked.
+        inside: threads that are inside `current`.
+        strict: what queues a kernel or copy must be inside `current`.
     """
 
     def __init__(self, *, runs_by_itself=False):
         self.streams, self.ran, self.refuse = [], [], {}
         self.runs_by_itself, self.dead, self.closed, self.programs = runs_by_itself, False, False, []
         self.lock = threading.RLock()
+        self.inside, self.strict = set(), False
 
     def check(self):
         if self.dead:
@@ -73,6 +77,16 @@ class FakeGpu:
 
     def enter(self):
         self.thread = threading.current_thread()
+
+    @contextlib.contextmanager
+    def current(self):
+        thread = threading.current_thread()
+        assert thread not in self.inside
+        self.inside.add(thread)
+        try:
+            yield
+        finally:
+            self.inside.remove(thread)
 
     def stream(self):
         self.streams.append(FakeStream(self, len(self.streams)))
@@ -83,16 +97,22 @@ class FakeGpu:
 
     def _queue(self, kind, stream, count, action):
         self.check()
+        assert not self.strict or threading.current_thread() in self.inside
         if kind in self.refuse:
             raise self.refuse.pop(kind)
         with self.lock:
             stream.queue.append((kind, (count, action)))
 
-    def gather(self, works, stream, programs):
+    def _wait(self, stream, after):
+        for event in after:
+            stream.wait_event(event)
+
+    def gather(self, works, stream, programs, after):
         chunks = [work.chunk for work in works]
         for chunk in chunks:
             chunk.validate()
         self.programs.append(programs)
+        self._wait(stream, after)
         self._queue("gather", stream, len(chunks), lambda: reference.gather(chunks))
         wanted = [work for work in works if work.checksum]
         sums = self.sums(wanted, stream, programs) if wanted else list
@@ -103,8 +123,9 @@ class FakeGpu:
 
         return spread
 
-    def scatter(self, chunks, stream, programs):
+    def scatter(self, chunks, stream, programs, after):
         self.programs.append(programs)
+        self._wait(stream, after)
         chunks = list(chunks)
         self._queue("scatter", stream, len(chunks), lambda: reference.scatter(chunks))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rdma_kv.errors import ConfigError
-from rdma_kv.kernels.programs import H200, MARGIN, fewest_programs
+from rdma_kv.kernels.programs import DEFAULT_PROGRAMS, H200, MARGIN, fewest_programs, programs_for, rate_gb_s
 
 CURVE = {4: 100.0, 16: 400.0, 64: 1500.0, 132: 1900.0, 264: 1900.0}
 
@@ -50,3 +50,23 @@ def test_a_wrong_argument_is_named(arguments: tuple, field: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fewest_programs(*arguments)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("programs", "gb_s"), [(1, 25.0), (4, 100.0), (10, 250.0), (16, 400.0), (132, 1900.0), (200, 1900.0), (999, 1900.0)]
+)
+def test_a_rate_lies_on_lines_between_the_points_of_the_curve(programs: int, gb_s: float) -> None:
+    assert rate_gb_s(programs, CURVE) == pytest.approx(gb_s)
+    assert rate_gb_s(programs, dict(reversed(CURVE.items()))) == pytest.approx(gb_s)
+
+
+@pytest.mark.parametrize(("arguments", "field"), [((0, CURVE), "programs"), ((4, {}), "curve")])
+def test_a_rate_of_nothing_is_refused(arguments: tuple, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        rate_gb_s(*arguments)
+    assert caught.value.field == field
+
+
+def test_before_any_lane_is_known_launches_are_ready_for_a_fast_one() -> None:
+    assert programs_for([]) == DEFAULT_PROGRAMS
+    assert programs_for(["pinned+tcp"]) < programs_for(["cuda_ipc", "pinned+tcp"]) <= DEFAULT_PROGRAMS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,8 @@ from fake_gpu import Case, FakeGpu
 
 from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError
 from rdma_kv.kernels import schedule as module
+from rdma_kv.kernels.device import NotCompiled
+from rdma_kv.kernels.programs import LANE_GB_S, rate_gb_s
 from rdma_kv.kernels.schedule import DeviceFailed, Job, Schedule
 
 GATHER, SCATTER, DOWN, UP, *RING = range(8)
@@ -20,11 +23,12 @@ class Rig:
 
     def __init__(self):
         self.gpu = FakeGpu()
-        self.schedule = Schedule(self.gpu, 7)
+        self.now = 1000.0
+        self.schedule = Schedule(self.gpu, 7, lambda: self.now)
         self.results = {}
 
     def add(self, key, work, *, scatter=False):
-        self.schedule.add([Job(work, key, None, scatter=scatter)])
+        self.schedule.add([Job(work, key, scatter)])
 
     def turn(self):
         """One turn; the keys that are settled by it."""
@@ -129,6 +133,25 @@ def test_copies_that_cannot_keep_up_hold_gathers_back(rig, monkeypatch):
     assert rig.schedule.gathers == 1
     rig.finish()
     assert rig.ran("gather") == [(2, GATHER), (1, GATHER)]
+
+
+def test_few_copies_to_the_gpu_are_queued_at_a_time_and_hold_up_no_other_scatter(rig):
+    """The tables of all launches wait behind them in the copy engine."""
+    for n in range(4):
+        rig.add(n, filled(n).work(bounce=True), scatter=True)
+        rig.turn()
+    assert rig.schedule.scatters == module.UP_DEPTH
+    assert not rig.schedule.can_launch
+    rig.finish()
+    rig.add("direct", filled(9).work(), scatter=True)
+    rig.finish()
+    assert len(rig.results) == 5
+    for n in range(module.UP_DEPTH):
+        rig.add(10 + n, filled(n).work(), scatter=True)
+        rig.turn()
+    rig.add("more", filled(20).work(), scatter=True)
+    assert rig.schedule.can_launch, "what takes no copy is not bounded by that"
+    rig.finish()
 
 
 # --- pinned memory
@@ -274,26 +297,59 @@ def test_slow_producers_hold_up_nobody_else(rig, slow, bounce):
         assert np.array_equal(case.bounce if bounce else case.slot, case.paged)
 
 
-def test_works_of_one_producer_share_a_stream_and_a_launch(rig):
+@pytest.mark.parametrize("copy", ["bounce", "sum"])
+@pytest.mark.parametrize("scatter", [False, True])
+def test_nothing_that_copies_is_queued_behind_a_producer(rig, scatter, copy):
+    """The GPU takes copies from few queues, and one that waits there holds up those of others."""
+    case, event = filled(1), rig.gpu.event()
+    case.bounce[:] = case.slot
+    more = {"bounce": True} if copy == "bounce" else {"expected": case.checksum} if scatter else {"checksum": True}
+    rig.add("copies", case.work(after=(event,), **more), scatter=scatter)
+    rig.add("direct", filled(2).work(after=(event,)), scatter=scatter)
+    rig.turn()
+    assert event.waits == 1  # the control: the other one waits on the GPU
+    assert [len(stream.queue) for stream in rig.gpu.streams] == [0] * 4 + [3] + [0] * 3
+    assert event in [watch.event for watch in rig.schedule.watched()]
+    rig.gpu.run()
+    assert not rig.gpu.ran
+    event.fire()
+    rig.finish()
+    assert set(rig.results) == {"copies", "direct"}
+    assert [number for _, _, number in rig.gpu.ran if number < RING[0]]
+    assert np.array_equal(case.slot, case.paged)
+
+
+def test_works_of_one_producer_share_a_launch_and_later_ones_wait_on_the_host(rig):
+    """So one slow producer takes one stream, however often its works come; and behind a wait there is one kernel."""
     event = rig.gpu.event()
     for n in range(4):
         rig.add(n, Case(n).work(after=(event,)))
     rig.turn()
     rig.add(4, Case(4).work(after=(event,)))
     rig.turn()
+    assert event.waits == 1
     event.fire()
     rig.finish()
-    assert rig.ran("gather") == [(4, RING[0]), (1, RING[0])]
+    assert sorted(rig.ran("gather")) == [(1, GATHER), (4, RING[0])]
 
 
 def test_an_event_that_is_recorded_anew_is_waited_for_anew(rig):
-    """The stream of the ring waits for the first recording; to join it without a wait would read what is not there yet."""
-    event = rig.gpu.event()
+    """What waits on the host for the first recording must not take that for the second."""
+    event, late = rig.gpu.event(), Case(1)
     rig.add(0, Case(0).work(after=(event,)))
     rig.turn()
-    rig.add(1, Case(1).work(after=(event,)))
-    rig.turn()
-    assert event.waits == 2
+    event.fire()
+    rig.gpu.run()
+    event.fired = False  # recorded anew, for the next
+    rig.add(1, late.work(after=(event,)))
+    assert rig.turn() == [0]
+    for _ in range(3):
+        rig.gpu.run()
+        assert rig.turn() == []
+    late.pool[:] = 77
+    event.fire()
+    rig.finish()
+    assert (late.slot == 77).all()
 
 
 def test_of_two_events_one_that_is_recorded_anew_is_waited_for_anew(rig):
@@ -433,3 +489,124 @@ def test_abandoning_without_flights_ends_what_is_not_queued(rig, monkeypatch):
     assert all(isinstance(result, ClosedError) for _, result in left)
     rig.finish()
     assert rig.results == {"flying": None}
+
+
+# --- kernels that are not compiled
+
+
+@pytest.mark.parametrize(
+    ("kind", "slow"), [("gather", False), ("gather", True), ("scatter", False), ("scatter", True), ("sums", False)]
+)
+def test_works_of_a_kernel_that_is_not_compiled_wait_for_it_and_others_do_not(rig, kind, slow):
+    scatter = kind != "gather"
+    case, other = filled(1), filled(2)
+    case.bounce[:], expected = case.slot, case.checksum if kind == "sums" else None
+    prepared = []
+    rig.gpu.refuse[kind] = NotCompiled(lambda: prepared.append(kind))
+    event = rig.gpu.event()
+    after = (event,) if slow else ()
+    bounce = scatter and not slow
+    rig.add("waits", case.work(bounce=bounce, expected=expected, after=after), scatter=scatter)
+    rig.turn()
+    assert not rig.schedule.uncompiled  # its copies, and what waits for its producer, run
+    rig.add("goes on", other.work(), scatter=scatter)
+    rig.turn()
+    rig.gpu.run()
+    assert "goes on" in rig.turn()
+    event.fire()
+    rig.gpu.run()
+    assert rig.turn() == []
+    assert rig.schedule.busy
+    (uncompiled,) = rig.schedule.uncompiled
+    rig.schedule.uncompiled.clear()
+    uncompiled.prepare()
+    assert prepared == [kind]
+    rig.schedule.resume(uncompiled, None)
+    rig.finish()
+    assert rig.results == {"waits": None, "goes on": None}
+    assert np.array_equal(case.slot, case.paged)
+    assert len(rig.ran("copy")) == bounce  # once
+
+
+def test_a_kernel_that_cannot_be_compiled_is_the_error_of_its_works(rig):
+    rig.gpu.refuse["gather"] = NotCompiled(lambda: None)
+    rig.add("waits", Case(1).work())
+    rig.turn()
+    rig.gpu.run()
+    rig.turn()
+    (uncompiled,) = rig.schedule.uncompiled
+    rig.schedule.uncompiled.clear()
+    rig.schedule.resume(uncompiled, RuntimeError("no compiler"))
+    assert rig.turn() == ["waits"]
+    assert isinstance(rig.results["waits"], LocalProtocolError)
+    assert "no compiler" in str(rig.results["waits"])
+
+
+def test_abandoning_ends_what_waits_for_a_kernel(rig):
+    rig.gpu.refuse["gather"] = NotCompiled(lambda: None)
+    rig.add("waits", Case(1).work())
+    rig.turn()
+    rig.gpu.run()
+    rig.turn()
+    left = rig.schedule.abandon(ClosedError, "closed", flights=False)
+    assert [job.key for job, _ in left] == ["waits"]
+    assert not rig.schedule.busy
+
+
+# --- when it pays to look
+
+
+def test_a_flight_is_due_when_its_bytes_and_those_before_them_have_gone(rig):
+    case = Case()
+    nbytes = case.chunk.packed_bytes
+    kernel_s = module.STEP_S + nbytes / (1e9 * rate_gb_s(7))
+    assert rig.schedule.due == math.inf
+    rig.add(0, case.work())
+    rig.turn()
+    assert rig.schedule.due == pytest.approx(rig.now + kernel_s, abs=1e-9)
+    rig.add(1, Case(1).work())
+    rig.turn()
+    rig.gpu.run(rig.gpu.streams[GATHER], steps=2)
+    assert rig.turn() == [0]
+    assert rig.schedule.due == pytest.approx(rig.now + 2 * kernel_s - module.STEP_S, abs=1e-9)
+    rig.finish()
+    rig.now += 1
+    rig.add(2, Case(2).work(bounce=True))
+    rig.turn()
+    copy_s = module.STEP_S + nbytes / (1e9 * LANE_GB_S["pinned"])
+    assert rig.schedule.due == pytest.approx(rig.now + kernel_s + copy_s, abs=1e-9)
+    rig.finish()
+    rig.now += 1
+    rig.add(3, Case(3).work(bounce=True), scatter=True)
+    rig.turn()
+    assert rig.schedule.due == pytest.approx(rig.now + kernel_s + copy_s, abs=1e-9)
+
+
+def test_what_waits_for_a_producer_is_due_never_and_watched_since_it_came(rig):
+    events = [rig.gpu.event() for _ in range(module.RING + 1)]
+    for event in events:
+        rig.add(event, Case().work(after=(event,)))
+    rig.turn()
+    assert rig.schedule.due == math.inf
+    watched = rig.schedule.watched()
+    assert len(watched) == module.RING + 1
+    assert all(due == pytest.approx(rig.now, abs=1e-3) for _, due in watched)
+    assert events[-1] in [event for event, _ in watched]  # the ring is full: it is held here
+    rig.now += 5
+    rig.add("quick", Case().work())
+    rig.turn()
+    assert rig.schedule.due == pytest.approx(rig.now, abs=1e-3)
+    assert rig.schedule.watched()[-1] == (events[-1], rig.now - 5)
+
+
+def test_of_several_producers_only_those_that_are_not_done_are_watched(rig):
+    """One that has fired would wake the loop without end."""
+    for _ in range(module.RING):
+        rig.add(object(), Case().work(after=(rig.gpu.event(),)))
+    done, slow = rig.gpu.event(fired=True), rig.gpu.event()
+    rig.add("both", Case().work(after=(done, slow)))
+    rig.turn()
+    watched = [event for event, _ in rig.schedule.watched()]
+    assert slow in watched
+    assert done not in watched
+    assert not any(event.query() for event in watched)

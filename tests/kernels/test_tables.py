@@ -9,8 +9,9 @@ import pytest
 
 from rdma_kv.errors import ConfigError
 from rdma_kv.kernels import tables
+from rdma_kv.kernels.checksum import length_term
 from rdma_kv.kernels.launch import Chunk
-from rdma_kv.kernels.tables import HEADER, Line, Tables, Tile
+from rdma_kv.kernels.tables import HEADER, Line, Tables, Tile, pair
 
 GOOD = Chunk(
     packed_address=1 << 20,
@@ -127,6 +128,105 @@ def test_division_is_exact(size: int, tile_words: int) -> None:
     assert near.max() < 1 << 31
     assert factor < 1 << 32
     np.testing.assert_array_equal(2 * near * factor >> 32, (start + np.arange(tile_words)) // size)
+
+
+# --- launches that sum
+
+
+def test_tiles_of_a_launch_that_sums_cross_planes() -> None:
+    """Three planes of 32 words are 96 words in tiles of 64; each names its token, plane and first packed byte."""
+    tables = Tables([GOOD], 64, [True])
+    out = np.full(tables.size, -1, np.int64)
+    tables.write(out)
+    ((line,), tiles) = (
+        out[HEADER : out[1]].reshape(-1, len(Line)),
+        out[out[1] :][: tables.tiles * len(Tile)].reshape(-1, len(Tile)),
+    )
+    assert tiles[:, Tile.WORDS].tolist() == [64, 32]
+    assert tiles[:, Tile.PACKED].tolist() == [GOOD.packed_address, GOOD.packed_address + 64 * 16]
+    assert (tiles[:, Tile.OFFSET_AT] == line[Line.OFFSET_AT]).all()  # both begin with the first token of a plane
+    assert out[tiles[:, Tile.BASE]].tolist() == [GOOD.pointers[0, 0], GOOD.pointers[0, 2]]
+    assert (line[Line.TOKENS], line[Line.PACKED]) == (4, GOOD.packed_address)
+
+
+def test_results_begin_with_what_the_length_adds() -> None:
+    chunks = [GOOD, EMPTY, GOOD, replace(GOOD, heads=1)]
+    tables = Tables(chunks, 64, [True, True, False, True])
+    out = np.full(tables.size, -1, np.int64)
+    tables.write(out)
+    own = out[tables.results_at :][:4].view(np.uint64).tolist()
+    assert tables.size == tables.results_at + 4
+    assert own == [length_term(GOOD.packed_bytes), length_term(0), 0, length_term(GOOD.packed_bytes // 2)]
+    lines = out[HEADER : out[1]].reshape(-1, len(Line))
+    assert lines[:, Line.RESULT_AT].tolist() == [tables.results_at, 0, tables.results_at + 3]
+
+
+def test_one_pool_that_is_not_the_first_is_found_by_its_place() -> None:
+    tables = Tables([replace(GOOD, token_pool=np.ones(4, np.int32))], 64, [True])
+    out = np.full(tables.size, -1, np.int64)
+    tables.write(out)
+    tiles = out[out[1] :][: tables.tiles * len(Tile)].reshape(-1, len(Tile))
+    assert out[tiles[:, Tile.BASE]].tolist() == [GOOD.pointers[1, 0], GOOD.pointers[1, 2]]
+
+
+# --- both sides of a move
+
+
+def test_a_pair_has_the_same_rows() -> None:
+    """Heads lie back to back at the source alone: neither side may join them."""
+    here, there = pair([replace(GOOD, head_stride=64, packed_address=0)], [GOOD], 16)
+    arrays = []
+    for side in (here, there):
+        out = np.full(side.size, -1, np.int64)
+        side.write(out)
+        arrays.append(out)
+    lines = [out[HEADER : out[1]] for out in arrays]
+    assert [line[Line.HEADS] for line in lines] == [2, 2]
+    assert [line[Line.HEAD_STRIDE] for line in lines] == [64, 512]
+    own = [out[out[1] :][: here.tiles * len(Tile)].reshape(-1, len(Tile)) for out in arrays]
+    for column in (Tile.HEAD, Tile.WORD, Tile.WORDS):
+        assert (own[0][:, column] == own[1][:, column]).all()
+
+
+@pytest.mark.parametrize("target", [False, True])
+def test_the_grain_of_a_pair_divides_both_sides(target: bool) -> None:
+    """Only strides and addresses of pages count: packed addresses are not read."""
+    odd, even = replace(GOOD, head_stride=516), replace(GOOD, packed_address=7)
+    here, there = pair(*([[even], [odd]] if target else [[odd], [even]]), 16)
+    assert here.odd
+    assert there.odd
+    here, there = pair([even], [even], 16)
+    assert not here.odd
+
+
+# --- what is kept
+
+
+def test_what_is_kept_cannot_be_changed() -> None:
+    pattern = tables._pattern(3, 4, 2, 64, 16, 16, False)
+    assert tables._pattern(3, 4, 2, 64, 16, 16, False) is pattern
+    with pytest.raises(ValueError, match="read-only"):
+        pattern.tiles[0, 0] = 1
+
+
+def test_large_patterns_are_not_kept() -> None:
+    many = tables._KEPT_TILES * 16
+    first, again = (tables._pattern(1, many, 1, 64, 16, 16, False) for _ in range(2))
+    assert first is not again
+    np.testing.assert_array_equal(first.tiles, again.tiles)
+
+
+def test_chunks_of_one_launch_are_looked_into_apart() -> None:
+    """A wrong one among right ones is refused, wherever it stands; each has its own first pool."""
+    for wrong in ({"pointers": GOOD.pointers * 0}, {"token_pool": GOOD.token_pool - np.int32(1)}):
+        for place in range(3):
+            chunks = [GOOD] * 3
+            chunks[place] = replace(GOOD, **wrong)
+            with pytest.raises(ConfigError) as caught:
+                Tables(chunks, 16)
+            assert caught.value.field == next(iter(wrong))
+    _, tiles, _ = written(*(replace(GOOD, token_pool=np.full(4, pool, np.int32)) for pool in (1, 0, 1)), tile_words=32)
+    assert [tile[Tile.BASE] for tile in tiles] == [*GOOD.pointers[1], *GOOD.pointers[0], *GOOD.pointers[1]]
 
 
 def test_nothing_to_move() -> None:
