@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rdma_kv.agent import Agent
+    from rdma_kv.client import Client, SyncClient
     from rdma_kv.config import GpuConfig, Limits, StagingConfig, Timeouts
     from rdma_kv.errors import (
         ChecksumError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         RegistrationError,
         RemoteProtocolError,
         RouteMismatchError,
+        SidecarLostError,
         StagingFull,
         TransferAborted,
         TransferError,
@@ -52,6 +54,7 @@ __all__ = [
     "AgentId",
     "AgentRecord",
     "ChecksumError",
+    "Client",
     "ClosedError",
     "Component",
     "ConfigError",
@@ -83,9 +86,11 @@ __all__ = [
     "Route",
     "RouteMismatchError",
     "Sending",
+    "SidecarLostError",
     "StagingConfig",
     "StagingFull",
     "StaticRegistry",
+    "SyncClient",
     "TieBreak",
     "Timeouts",
     "Topology",
@@ -100,6 +105,7 @@ __all__ = [
 
 _HOMES = {
     "rdma_kv.agent": ("Agent",),
+    "rdma_kv.client": ("Client", "SyncClient"),
     "rdma_kv.config": ("GpuConfig", "Limits", "StagingConfig", "Timeouts"),
     "rdma_kv.layout": ("KvLayout", "Origin"),
     "rdma_kv.planner": ("Move", "Route"),

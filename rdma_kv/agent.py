@@ -86,7 +86,12 @@ class Agent:
         timeouts, limits = config.timeouts, config.limits
         self._planes = Planes(self.name, offer(transport, self.name))
         packer = Packer(
-            config.role, config.model, config.topology, config.owns, gpu=config.gpu, kernels=engine.kernels if engine else None
+            config.role,
+            config.model,
+            config.topology,
+            config.owns,
+            gpu=config.gpu,
+            kernels=engine.kernels if engine else None,
         )
         rendezvous = Rendezvous(config.role, self._check_first, self._fail_session, timeouts=timeouts, limits=limits)
         mover = Mover(

@@ -61,11 +61,11 @@ def _table(answer: dict[str, Any]) -> None:
     out = console()
     ready = "ready" if answer["ready"] else "not ready"
     out.print(f"rdma-kv {answer['version']}, process {answer['pid']}, up for {answer['uptime_s']} s, {ready}")
-    table = Table("agent", "state", "address", "calls", "slots free", "held", "retired", "total", "lanes")
+    table = Table("agent", "state", "address", "calls", "slots: free/held/retired/all", "lanes")
     for each in answer["agents"]:
         stats = each["stats"]
         held = sum(stats.get("slots_held", {}).values())
         slots = [stats.get("slots_free", 0), held, stats.get("slots_retired", 0), stats.get("slots_total", 0)]
         lanes = ", ".join(stats.get("lanes", ()))
-        table.add_row(each["id"], each["state"], each["address"], str(each["calls"]), *map(str, slots), lanes)
+        table.add_row(each["id"], each["state"], each["address"], str(each["calls"]), "/".join(map(str, slots)), lanes)
     out.print(table)

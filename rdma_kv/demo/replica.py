@@ -10,6 +10,7 @@ behind them, with which the KV is pushed before any of it has run.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -191,7 +192,8 @@ class Replica:
             out.metadata.update(extras, first_token=first_token)
         seconds = time.perf_counter() - pushed
         times = out.times
-        stats = self.agent.stats()
+        said: Any = self.agent.stats()  # of a sidecar's client it is to be awaited
+        stats = await said if inspect.isawaitable(said) else said
         started = [name for name, state in stats["transports"].items() if state == "started"]
         prints = await self.compute(lambda: fingerprints(self.model.fetch(filled.launched)))
         return Sent(job.number, prints, pushed - begin, seconds, times.gather, times.write, stats["lanes"], started)

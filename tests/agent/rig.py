@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from faces import enter
 
 from rdma_kv.agent import Agent
 from rdma_kv.config import StagingConfig, Timeouts
@@ -134,7 +135,7 @@ class Side:
     model: ModelSpec | None = None  # where it differs from the cluster's
     transports: tuple[str, ...] = ()  # of each agent, where they differ from the cluster's
     checksum: bool = False
-    agents: list[Agent] = field(default_factory=list)
+    agents: list[Agent] = field(default_factory=list)  # or clients of a sidecar, see `faces`
     memory: dict[tuple[int, int], RankMemory] = field(default_factory=dict)  # by (component, rank)
 
     def rank_groups(self) -> list[tuple[int, ...]]:
@@ -232,7 +233,7 @@ async def cluster(
     staging: StagingConfig = StagingConfig(slots=4, slot_bytes=1 << 16),
     timeouts: Timeouts = Timeouts(quiesce=2.0),
 ) -> AsyncIterator[Cluster]:
-    """Start all agents of both engines; stop them at the end."""
+    """Start all agents of both engines, with the face that `faces.face` says; stop them at the end."""
     network = network or LoopbackNetwork()
     make = transport or (lambda name: LoopbackTransport(network, name))
     path = tmp_path / "registry.toml"
@@ -255,7 +256,7 @@ async def cluster(
                     checksum=side.checksum,
                 )
                 own = side.transports[place] if side.transports else make
-                agent = await stack.enter_async_context(Agent(config, registry, transport=own))
+                agent = await enter(stack, tmp_path, config, registry, own)
                 side.agents.append(agent)
                 agent_records.append(AgentRecord(config.id, *agent.address, ranks))
             records.append(EngineRecord(side.name, side.role, side.topology, side.tie_break, tuple(agent_records)))

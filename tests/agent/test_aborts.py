@@ -18,6 +18,8 @@ from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.transport.loopback import Fault, LoopbackNetwork, RandomDelays
 from rdma_kv.types import ReplicaId, Role
 
+pytestmark = pytest.mark.usefixtures("face")
+
 MODEL = ModelSpec.gqa(layers=2, kv_heads=2, head_dim=8, itemsize=4, dtype="float32", fingerprint="toy")
 DECODE, PREFILL = ReplicaId("decode", 0), ReplicaId("prefill", 0)
 PAGES, TOKENS = [5, 2, 9], 40

@@ -9,6 +9,8 @@ from rdma_kv.errors import ConfigError, LocalProtocolError, TransferAborted
 from rdma_kv.topology import Component, ModelSpec, Topology
 from rdma_kv.types import ReplicaId, Role
 
+pytestmark = pytest.mark.usefixtures("face")
+
 DECODE, PREFILL = ReplicaId("decode", 0), ReplicaId("prefill", 0)
 KV = Component("kv", (0, 2, 3), 4, 2, 16, "float8_e4m3", scale_mode="per token")
 SCALES = Component("scales", (0, 2, 3), 4, 2, 4, "float32", scale_mode="per token")

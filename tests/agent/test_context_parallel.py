@@ -7,6 +7,8 @@ from rdma_kv.errors import RangeUnavailableError
 from rdma_kv.topology import ContextSplit, ModelSpec, Topology
 from rdma_kv.types import Role
 
+pytestmark = pytest.mark.usefixtures("face")
+
 GQA = ModelSpec.gqa(layers=2, kv_heads=4, head_dim=8, itemsize=4, dtype="float32", fingerprint="toy")
 MLA = ModelSpec.mla(layers=2, latent_dim=10, fingerprint="toy")
 

@@ -163,6 +163,7 @@ async def test_a44_whoever_notices_a_dead_peer_tells_all(tmp_path):
         assert culprits <= {"test/prefill/prefill/1", "test/decode/decode/1"}
 
 
+@pytest.mark.usefixtures("face")
 @pytest.mark.parametrize("role", Role)
 async def test_a44_an_agent_that_closes_fails_all(tmp_path, role):
     async with cluster(tmp_path, MODEL, *sides()) as c:
@@ -179,6 +180,7 @@ async def test_a44_an_agent_that_closes_fails_all(tmp_path, role):
         await closing
 
 
+@pytest.mark.usefixtures("face")
 async def test_an_agent_that_closes_takes_the_time_to_tell(tmp_path):
     """Links to siblings and strangers are yet to be made, and that takes a while."""
     async with cluster(tmp_path, MODEL, *sides()) as c:

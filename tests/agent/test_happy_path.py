@@ -1,9 +1,12 @@
 """Requests through whole agents: from prefill pools, over slots, into decode pools."""
 
+import pytest
 from rig import Side, cluster
 
 from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.types import Role
+
+pytestmark = pytest.mark.usefixtures("face")
 
 MODEL = ModelSpec.gqa(layers=4, kv_heads=4, head_dim=8, itemsize=4, dtype="float32", fingerprint="toy")
 

@@ -19,6 +19,8 @@ from rdma_kv.staging import _RETAINED
 from rdma_kv.topology import Topology
 from rdma_kv.transport.loopback import Fault, LoopbackNetwork, LoopbackTransport
 
+pytestmark = pytest.mark.usefixtures("face")
+
 QUICK = Timeouts(quiesce=0.2, retry=0.05)
 SMALL = StagingConfig(slots=4, slot_bytes=4096)  # a request of TOKENS takes two boxes or more
 

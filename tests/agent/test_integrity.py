@@ -19,6 +19,8 @@ from rdma_kv.topology import Component, ModelSpec, Topology
 from rdma_kv.transport.loopback import Fault, LoopbackNetwork, Posting
 from rdma_kv.types import Interval, ReplicaId, Role
 
+pytestmark = pytest.mark.usefixtures("face")
+
 MODEL = ModelSpec.gqa(layers=4, kv_heads=4, head_dim=8, itemsize=4, dtype="float32", fingerprint="toy")
 DECODE, PREFILL = ReplicaId("decode", 0), ReplicaId("prefill", 0)
 PAGES, TOKENS = [5, 2, 9], 40
@@ -222,6 +224,7 @@ async def test_f77_the_damaged_component_and_its_global_layers_are_named(tmp_pat
 # --- one launch --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("face", ["library"], indirect=True)  # it calls the packer
 async def test_a_damaged_chunk_does_not_fail_the_others_of_its_launch(tmp_path):
     async with cluster(tmp_path, MODEL, *sides()) as c:
         fill(c, 1)

@@ -11,6 +11,8 @@ from rdma_kv.messages import Expect, Offer
 from rdma_kv.topology import ModelSpec, Topology
 from rdma_kv.types import ReplicaId, Role
 
+pytestmark = pytest.mark.usefixtures("face")
+
 MODEL = ModelSpec.gqa(layers=2, kv_heads=2, head_dim=8, itemsize=4, dtype="float32", fingerprint="toy")
 MLA = ModelSpec.mla(layers=2, latent_dim=10, fingerprint="toy")
 TOKENS = 20

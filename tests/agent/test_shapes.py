@@ -10,6 +10,8 @@ from rdma_kv.errors import IncompatiblePeerError
 from rdma_kv.topology import ModelSpec, TieBreak, Topology
 from rdma_kv.types import ReplicaId, Role
 
+pytestmark = pytest.mark.usefixtures("face")
+
 LAYERS = 4
 
 

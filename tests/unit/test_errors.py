@@ -156,4 +156,12 @@ def test_the_cause_of_an_abort_is_told_on():
 
 def test_what_may_be_tried_again():
     retryable = {kind for kind in family(RdmaKvError) if kind.retryable and kind.__module__ == errors.__name__}
-    assert retryable == {PeerLostError, TransportError, TransferTimeout, TransferAborted, StagingFull, ChecksumError}
+    assert retryable == {
+        PeerLostError,
+        SidecarLostError,
+        TransportError,
+        TransferTimeout,
+        TransferAborted,
+        StagingFull,
+        ChecksumError,
+    }
