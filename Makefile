@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help install demo demo-all test test-long faults check unit gpu clean
+.PHONY: help install demo demo-all test test-long faults check unit gpu image multinode multinode-short multinode-clean clean
 
 help:
 	@echo "make demo     install, then move a real model's KV cache from prefill to decode processes"
@@ -12,6 +12,8 @@ help:
 	@echo "make test     install, then run the tests: less than ten minutes"
 	@echo "make test-long the tests that take long: benches, stopped processes, all shapes of the demo, Triton"
 	@echo "make faults   the whole fault matrix, poison runs, fuzz, restarts and soak: about 20 minutes"
+	@echo "make multinode four nodes on this machine, engine and sidecar apart, and every fault between them: five minutes"
+	@echo "make image    the container image of the sidecar, with the docker that runs here"
 	@echo "make check    ruff, mypy, import contract, unit tests"
 	@echo "make gpu      kernel and GPU tests, on a machine with CUDA, torch and triton (GPU_PYTHON=python3)"
 	@echo "make install  only the virtual environment .venv"
@@ -45,6 +47,26 @@ FAULTS ?=
 faults: install
 	@mkdir -p build
 	$(BIN)/python -m tests.faults --report build/faults.jsonl $(FAULTS)
+
+# Four nodes in containers, or in network namespaces where Docker cannot run. MULTINODE="--lane netns --json -k partition" says more.
+MULTINODE ?=
+
+multinode: install
+	$(BIN)/python -m tests.multinode $(MULTINODE)
+
+multinode-short: install
+	$(BIN)/python -m tests.multinode --short $(MULTINODE)
+
+multinode-clean: install
+	$(BIN)/python -m tests.multinode --clean
+
+# BASE: another base image with Python 3.11 or newer.
+BASE ?= python:3.11-slim-bookworm
+
+image: install
+	$(BIN)/python docker/context.py --out build/image
+	docker build --build-arg BASE=$(BASE) --target runtime --tag rdma-kv:latest build/image
+	docker build --build-arg BASE=$(BASE) --target engine --tag rdma-kv-engine:latest build/image
 
 check: install
 	$(BIN)/ruff check .
