@@ -372,7 +372,9 @@ async def test_a_send_whose_gather_never_ends_fails_in_bounded_time_and_the_agen
                 await send(agent, key="stuck", timeout_s=0.3)
             with pytest.raises(RdmaKvError):
                 await receiving
-            assert {key.rpartition(":")[2] for key in agent.stats()["slots_held"]} == {"gather"}, "it may still be filled"
+            assert {key.rpartition(":")[2] for key in agent.stats()["slots_held"]} == {"gather"}, (
+                "it may still be filled"
+            )
             await agent.close()
 
 

@@ -349,6 +349,9 @@ async def test_siblings_are_linked_for_control_only(tmp_path):
         bad.set()
         await outcomes(tasks)
         first, second = c.prefill.agents
+        await until(
+            lambda: any(p.id.role is Role.PREFILL for p in first._shell.links.peers)
+        )  # telling goes on behind a call
         (peer,) = [p for p in first._shell.links.peers if p.id.role is Role.PREFILL]
         assert first.stats()["link_transports"][peer.name] == ""
         assert peer.endpoint is peer.regions is peer.exported is peer.writable is None

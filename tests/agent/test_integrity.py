@@ -250,7 +250,9 @@ async def test_a_damaged_chunk_does_not_fail_the_others_of_its_launch(tmp_path):
         assert memory.written() == {(page, token) for page in (PAGES[0], PAGES[2]) for token in range(16)} - {
             (PAGES[2], token) for token in range(8, 16)
         }
-        assert await target.scatter(Work(chunks[1], expected=checksum(slots[1]))) is None  # the control: it fits its own sum
+        assert (
+            await target.scatter(Work(chunks[1], expected=checksum(slots[1]))) is None
+        )  # the control: it fits its own sum
         assert await source.gather(Work(chunks[0])) is None
 
 

@@ -41,6 +41,7 @@ async def move(prefill: ProcessAgent, decode: ProcessAgent, request: int) -> Non
     await asyncio.gather(prefill.ask("send", request, SEND_S), decode.ask("receive", request, SEND_S))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["ucx", "nixl"])
 async def test_p01_p18_kill_the_decode_agent_restart_it_and_send(tmp_path, transport):
     """Every other time it dies in the middle of a transfer. The survivor lives, and serves its successor at once."""
@@ -195,6 +196,7 @@ async def test_a_peer_that_was_stopped_for_less_than_its_lease_loses_nothing(tmp
         await stats_until(survivor, lambda stats: not stats["suspects"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transport", ["ucx", "nixl"])
 async def test_an_engine_that_blocks_its_loop_for_longer_than_its_own_lease_gives_nobody_up(tmp_path, transport):
     """What came meanwhile lies unread: the peer was not silent, we were deaf."""

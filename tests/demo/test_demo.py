@@ -30,7 +30,9 @@ def demo(*options: str) -> tuple[int, dict, str]:
         ([], "auto"),
         (["--prefill", "dp=1", "--decode", "dp=1", "--transport", "ucx"], "ucx"),
         (["--prefill", "tp=1", "--decode", "tp=4", "--kv-heads", "2", "--transport", "nixl"], "nixl"),
-        (["--prefill", "tp=4,dp=2", "--decode", "tp=2,dp=2", "--transport", "nixl"], "nixl"),
+        pytest.param(
+            ["--prefill", "tp=4,dp=2", "--decode", "tp=2,dp=2", "--transport", "nixl"], "nixl", marks=pytest.mark.long
+        ),
     ],
     ids=["defaults", "one-replica-each", "heads-replicated", "attention-tp-2-to-1"],
 )

@@ -181,6 +181,7 @@ def own_models(*options):
     return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options",
     [
@@ -196,6 +197,7 @@ def test_processes_that_build_their_own_model_agree(options):
     assert "loading the model on" in progress
 
 
+@pytest.mark.long
 def test_kv_that_is_lost_on_its_way_to_the_pages_is_found():
     """Control: the undivided run and the fingerprints come from the model, not from the pages."""
     status, answer, _ = own_models("broken", "--prefill", "tp=1", "--decode", "tp=1")

@@ -22,6 +22,7 @@ def test_cell_between_processes(cell):
     assert verdict.ok, (verdict.problems, [str(end) for end in verdict.ended])
 
 
+@pytest.mark.long
 def test_p01_the_decode_agent_is_killed_and_restarted_ten_times():
     verdict = run_restarts(Lane.UCX_TCP, 10, seed=1)
     assert verdict.ok, verdict.problems

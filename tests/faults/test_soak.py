@@ -20,6 +20,7 @@ KEYS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 def test_a_few_seconds_are_clean():
     command = [sys.executable, "-m", "rdma_kv.cli.main", "soak", "--minutes", "0.05", "--seed", "7", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

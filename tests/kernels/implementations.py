@@ -91,4 +91,7 @@ REFERENCE = Kernels("reference", reference.gather, reference.scatter)
 TRITON = triton_kernels()
 IMPLEMENTATIONS = [REFERENCE, TRITON]
 
-each_implementation = pytest.mark.parametrize("kernels", IMPLEMENTATIONS, ids=lambda kernels: kernels.name)
+each_implementation = pytest.mark.parametrize(
+    "kernels",
+    [pytest.param(REFERENCE, id="reference"), pytest.param(TRITON, id="triton", marks=pytest.mark.long)],
+)

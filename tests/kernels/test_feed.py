@@ -142,6 +142,50 @@ def test_a_failed_write_leaves_the_feed_usable(feed: Feed) -> None:
     assert feed.send(4, write)[:4].tolist() == [2] * 4
 
 
+def test_without_memory_for_a_sheet_none_is_written_while_it_is_read(
+    feed: Feed, stream: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sheet that stood in the line twice was handed out twice: its second copies read what the first ones left to write."""
+    write = Written()
+    feed.send(SHEET_ITEMS, write)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", _no_memory)
+        for _ in range(2):
+            with pytest.raises(MemoryError):
+                feed.send(10, write)
+    stream.drain()
+    for _ in range(3):
+        feed.send(SHEET_ITEMS, write)  # nothing is passed from here on
+    assert len(set(write.begins[1:])) == 3
+    assert feed.sheets == 3
+
+
+def test_without_memory_there_the_next_launch_may_have_it(feed: Feed, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Written()
+    feed.send(10, write)
+    feed.send(SHEET_ITEMS, write)
+    feed.send(2 * SHEET_ITEMS, write, keep=True)  # so that only memory there is missing
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", _no_memory)
+        with pytest.raises(MemoryError):
+            feed._memory(2 * SHEET_ITEMS)
+    assert feed.send(2 * SHEET_ITEMS, write)[-1].item() == 4
+
+
+def _no_memory(*_: object, **__: object) -> torch.Tensor:
+    raise MemoryError
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_modes_of_the_thread_do_not_matter(feed: Feed, first: bool) -> None:
+    """It is the engine's: in inference mode at one launch, and not at the next; or with tensors on a GPU by default."""
+    write = Written()
+    for number, inference in enumerate((first, not first, first, not first), 1):
+        for size in (10, number * SHEET_ITEMS):
+            with torch.inference_mode(mode=inference), torch.device("meta"):
+                assert feed.send(size, write)[:size].unique().tolist() == [len(write.begins)]
+
+
 def test_sizes_beyond_what_is_remembered(feed: Feed) -> None:
     """Views are kept for some sizes only; all are right."""
     write = Written()

@@ -459,6 +459,31 @@ def test_a_copy_that_was_refused_leaves_the_copies_before_it_as_they_are(rig):
     assert np.array_equal(first.bounce, first.paged)
 
 
+def test_a_result_that_cannot_be_read_is_an_error_of_its_works(rig, monkeypatch):
+    """They are in no flight any more by then, so nobody else would tell them."""
+    gather = rig.gpu.gather
+    monkeypatch.setattr(rig.gpu, "gather", lambda *arguments: (gather(*arguments), lambda: 1 // 0)[1])
+    rig.add("first", Case(1).work())
+    rig.add("second", Case(2).work(bounce=True))
+    rig.turn()
+    monkeypatch.undo()
+    rig.add("third", Case(3).work())
+    rig.finish()
+    assert rig.results.pop("third") is None
+    assert set(rig.results) == {"first", "second"}
+    assert all(isinstance(result, LocalProtocolError) for result in rig.results.values())
+
+
+def test_a_chunk_without_a_size_leaves_nobody_without_an_end(rig):
+    chunk = Case(2).chunk
+    rig.add("good", Case(1).work())
+    rig.add("bad", Case(2).work()._replace(chunk=replace(chunk, pointers=chunk.pointers[0])))
+    with pytest.raises(IndexError):
+        rig.schedule.turn()
+    left = rig.schedule.abandon(LocalProtocolError, "gone", flights=True)
+    assert sorted(job.key for job, _ in left) == ["bad", "good"]
+
+
 @pytest.mark.parametrize("what", ["flying", "launched", "held", "settled"])
 def test_a_device_that_failed_leaves_nobody_waiting(rig, what):
     rig.add("flying", Case(1).work())

@@ -79,12 +79,17 @@ class Liar:
 
     async def attach(self) -> None:
         """Take the next client as far as it is attached."""
+        await self.attach_half()
+        self.say(Attached("liar#1", "127.0.0.1", 7600, 60.0))
+
+    async def attach_half(self) -> None:
+        """Take the next client as far as it has mapped the staging."""
+        self.lost = None
         sock, _ = await asyncio.get_running_loop().sock_accept(self._listener)
         self.channel = Channel(sock, name="client", on_frame=self._on_frame, on_lost=self._on_lost)
         await self.hear(lambda message: type(message).__name__ == "Attach")
         self.channel.send(encode(Segment(0, self.memory.length_bytes)), [self.memory.fd])
         await self.hear(lambda message: type(message).__name__ == "Mapped")
-        self.say(Attached("liar#1", "127.0.0.1", 7600, 60.0))
 
     def say(self, message: Any) -> None:
         assert self.channel is not None

@@ -87,6 +87,7 @@ async def test_a_sidecar_is_killed_in_the_middle_and_comes_back(tmp_path, victim
         await both.quiet()
 
 
+@pytest.mark.long
 async def test_new_calls_wait_for_the_sidecar_as_long_as_they_may_take(tmp_path):
     async with pair(tmp_path) as both:
         await both.move(1)
@@ -103,6 +104,7 @@ async def test_new_calls_wait_for_the_sidecar_as_long_as_they_may_take(tmp_path)
         await receiving
 
 
+@pytest.mark.long
 async def test_a_sidecar_that_is_stopped_does_not_hold_a_call_for_ever(tmp_path, monkeypatch):
     monkeypatch.setattr("rdma_kv.sidecar.link.ANSWER_S", 0.2)
     async with pair(tmp_path) as both:
@@ -172,6 +174,7 @@ async def get(address: str, path: str) -> int:
     return int(answer.split()[1])
 
 
+@pytest.mark.long
 async def test_sigterm_drains(tmp_path):
     async with pair(tmp_path) as both:
         await both.move(1)
@@ -197,6 +200,7 @@ async def test_sigterm_drains(tmp_path):
 
 
 @pytest.mark.parametrize("hurried", [False, True], ids=["deadline", "second signal"])
+@pytest.mark.long
 async def test_calls_that_do_not_end_are_cut_off_and_the_status_says_so(tmp_path, hurried):
     async with pair(tmp_path, drain_s=30.0 if hurried else 0.3) as both:
         sidecar = both.sidecars[Role.DECODE]
@@ -212,6 +216,7 @@ async def test_calls_that_do_not_end_are_cut_off_and_the_status_says_so(tmp_path
         assert await sidecar.ended() == 3
 
 
+@pytest.mark.long
 async def test_an_engine_that_closes_ends_its_calls_and_its_agent(tmp_path):
     async with pair(tmp_path) as both:
         receiving = asyncio.create_task(both.receive(1))
@@ -232,6 +237,7 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.long
 async def test_idle_costs_nothing(tmp_path):
     """Attached, connected, after a transfer that has begun on the link; under 1 % of a core in both processes."""
     async with pair(tmp_path) as both:
@@ -253,6 +259,7 @@ async def test_idle_costs_nothing(tmp_path):
             await engine.kill()
 
 
+@pytest.mark.long
 async def test_start_to_ready(tmp_path):
     sidecar = SidecarProcess(tmp_path, "one")
     began = time.monotonic()
@@ -280,6 +287,7 @@ async def cli(*arguments: str) -> tuple[int, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
+@pytest.mark.long
 async def test_the_command_says_how_a_sidecar_is_and_does_not_start_a_second(tmp_path):
     async with pair(tmp_path) as both:
         await both.move(1)

@@ -294,6 +294,16 @@ def test_streams_have_the_priority_that_was_asked_for_and_wait_for_no_default_st
     assert not driver.streams
 
 
+def test_what_could_not_be_entered_leaves_the_context_of_the_thread(cuda, driver, monkeypatch):
+    """Else the engine's own code would go on with our device."""
+    cuda.retain(1)
+    monkeypatch.setattr(driver, "cuThreadExchangeStreamCaptureMode", lambda mode: INVALID, raising=False)
+    with pytest.raises(RegistrationError) as caught, cuda.current(1):
+        raise AssertionError("it was entered")
+    refused(caught, "cuThreadExchangeStreamCaptureMode")
+    assert not driver.stack
+
+
 def test_from_many_threads_a_context_is_retained_once_and_each_has_its_own_stack(cuda, driver):
     found, barrier = [], threading.Barrier(8)
 

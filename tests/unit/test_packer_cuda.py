@@ -255,6 +255,24 @@ async def test_a_kernel_that_cannot_be_compiled_is_an_error(kernels, gpu):
     assert await kernels.gather(Case().work()) is None
 
 
+async def test_without_a_thread_to_compile_in_the_works_fail_and_others_go_on(kernels, gpu, monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    gpu.runs_by_itself = False
+    (flying,) = ask(kernels, Case(1).work())
+    await launched(kernels, 1)
+    gpu.refuse["gather"] = NotCompiled(lambda: None)
+    (task,) = ask(kernels, Case(2).work())
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio.get_running_loop(), "run_in_executor", refuse)
+        gpu.runs_by_itself = True
+        with pytest.raises(LocalProtocolError, match="new thread"):
+            await asyncio.wait_for(task, SOON_S)
+    assert await asyncio.wait_for(flying, SOON_S) is None
+    assert await kernels.gather(Case(3).work()) is None
+
+
 # --- errors
 
 
