@@ -157,11 +157,11 @@ class TorchDevice:
         """Queue the copy of checksums, int64 `[works]`, to the host. What reads them there, once."""
         count = sums.shape[0]
         if count > _SUMS:
-            memory = torch.empty(count, dtype=torch.int64, pin_memory=True)
+            memory = _landing(count)
         elif self._pinned:
             memory = self._pinned.pop()
         else:
-            memory = torch.empty(_SUMS, dtype=torch.int64, pin_memory=True)
+            memory = _landing(_SUMS)
         memory[:count].copy_(sums, non_blocking=True)
 
         def read() -> list[int]:
@@ -210,6 +210,12 @@ class TorchDevice:
             with contextlib.suppress(RegistrationError):  # the device has failed, and its streams with it
                 self._cuda.drop_stream(self._ordinal, stream.cuda_stream)
         self._cuda.close()
+
+
+def _landing(count: int) -> torch.Tensor:
+    """Pinned memory of the host, int64 `[count]`, whatever modes the engine has set in this thread."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(count, dtype=torch.int64, device="cpu", pin_memory=True)
 
 
 def _chunk(paged: int, packed: int, row_bytes: int) -> Chunk:

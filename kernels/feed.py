@@ -126,12 +126,13 @@ class Feed:
         if self._sheet is not None:
             self._sheet.copied.record()
             self._line.append(self._sheet)
+            self._sheet = None  # before what may fail: a sheet in line twice would be written while a copy reads it
         while self._line and self._line[0].copied.query():
             self._free.append(self._line.popleft())
         sheet = self._free.pop() if self._free else None
         if sheet is None or sheet.array.shape[0] < size:  # one that is too small goes: its copies are done
-            pinned = self._device.type == "cuda"
-            sheet = Sheet(torch.empty(_rounded(size), dtype=torch.int64, pin_memory=pinned), self._mark())
+            host = _empty(_rounded(size), torch.device("cpu"), pinned=self._device.type == "cuda")
+            sheet = Sheet(host, self._mark())
         sheet.used = 0
         self._sheet = sheet
         return sheet
@@ -139,8 +140,9 @@ class Feed:
     def _memory(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory on the device for tables that the stream's next launch is done with, and its first `size` items."""
         if self._there is None or self._items < size:
-            self._items = _rounded(size)
-            self._there = torch.empty(self._items, dtype=torch.int64, device=self._device)
+            items = _rounded(size)
+            self._there = _empty(items, self._device)  # may fail: then all is as it was
+            self._items = items
             self._views.clear()
         view = self._views.get(size)
         if view is None:
@@ -148,6 +150,13 @@ class Feed:
                 self._views.clear()
             view = self._views[size] = self._there[:size]
         return self._there, view
+
+
+def _empty(items: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:
+    """Memory that is written again and again, whatever the thread's modes: one made inside the engine's
+    `torch.inference_mode` could not be written outside of it."""
+    with torch.inference_mode(mode=False):
+        return torch.empty(items, dtype=torch.int64, device=device, pin_memory=pinned)
 
 
 def _rounded(size: int) -> int:

@@ -271,7 +271,7 @@ class Schedule:
         for track in self._tracks:
             if track.flights:
                 for flight in track.landed():
-                    self._settled.extend(flight.land())
+                    self._settled.extend(_came_of(flight))
         settled, self._settled = self._settled, []
         return settled
 
@@ -447,15 +447,29 @@ def _has_room(queue: Sequence[Job], track: Track, copies: Track) -> bool:
 
 
 def _batch(queue: deque[Job]) -> list[Job]:
-    """Take what goes into one launch: everything, or as much as is not worth waiting for the rest."""
+    """Take what goes into one launch: everything, or as much as is not worth waiting for the rest.
+
+    Nothing is taken if this raises, for a chunk that has no size: who is in no queue and in no flight would never be told.
+    """
     jobs: list[Job] = []
     num_bytes = bounced_bytes = 0
-    while queue and len(jobs) < LAUNCH_WORKS and num_bytes < LAUNCH_BYTES and bounced_bytes < BOUNCE_BYTES:
-        job = queue.popleft()
+    for job in queue:
+        if len(jobs) >= LAUNCH_WORKS or num_bytes >= LAUNCH_BYTES or bounced_bytes >= BOUNCE_BYTES:
+            break
         num_bytes += job.work.chunk.packed_bytes
         bounced_bytes += job.work.chunk.packed_bytes if job.work.bounce else 0
         jobs.append(job)
+    for _ in jobs:
+        queue.popleft()
     return jobs
+
+
+def _came_of(flight: Flight) -> list[Settled]:
+    """What has come of a flight that has landed. It is in no track any more, so an error has to be told here."""
+    try:
+        return list(flight.land())
+    except Exception as exc:  # noqa: BLE001 - it is the result of the works
+        return [(job, _error("what came of a launch cannot be read", exc)) for job in flight.jobs]
 
 
 def _error(text: str, exc: Exception) -> RdmaKvError:

@@ -418,6 +418,7 @@ class _Current:
             cuda._check(result, "cuCtxPushCurrent")
         self._mode = cuda._ffi.new("int *", _RELAXED)
         if result := cuda._lib.cuThreadExchangeStreamCaptureMode(self._mode):
+            cuda._lib.cuCtxPopCurrent_v2(cuda._popped)  # what cannot be entered is not left: no `__exit__` follows
             cuda._check(result, "cuThreadExchangeStreamCaptureMode")
 
     def __exit__(self, *_: object) -> None:

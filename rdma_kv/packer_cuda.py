@@ -409,11 +409,17 @@ class _Pumps:
     # --- kernels that are not compiled ---------------------------------------------------------------------------------
 
     def _compile(self) -> None:
-        for uncompiled in self._schedule.uncompiled:
-            compiling = self._loop.run_in_executor(None, self._prepare, uncompiled)
+        waiting = tuple(self._schedule.uncompiled)
+        self._schedule.uncompiled.clear()
+        for uncompiled in waiting:
+            try:
+                compiling = self._loop.run_in_executor(None, self._prepare, uncompiled)
+            except RuntimeError as exc:  # no thread can be had: the works fail, and the pump goes on for all others
+                self._schedule.resume(uncompiled, exc)
+                self._pump_soon()
+                continue
             self._compiling.add(compiling)
             compiling.add_done_callback(partial(self._compiled, uncompiled))
-        self._schedule.uncompiled.clear()
 
     def _prepare(self, uncompiled: Uncompiled) -> None:
         """In a thread."""

@@ -136,8 +136,9 @@ class Staging:
         """Pin host memory, and make the slots' other half. Blocks."""
         cuda.pin(memory.address, memory.length_bytes, ordinal)
         try:
-            spare = _SPARE.get((ordinal, memory.length_bytes))
-            return spare.pop() if spare else DeviceMemory(cuda, ordinal, memory.length_bytes)
+            with contextlib.suppress(KeyError, IndexError):  # none, or another agent took the last one
+                return _SPARE[ordinal, memory.length_bytes].pop()
+            return DeviceMemory(cuda, ordinal, memory.length_bytes)
         except BaseException:
             cuda.unpin(memory.address)
             raise

@@ -437,8 +437,8 @@ def writes_devices(own: Identity, remote: Identity, transport: str) -> bool:
     if transport not in own.device_transports or transport not in remote.device_transports:
         return False
     lanes = set(own.device_lanes) & set(remote.device_lanes)
-    same_host = own.process.host == remote.process.host != ""
-    return "rdma" in lanes or ("cuda_ipc" in lanes and same_host)
+    apart = own.process.host == remote.process.host != "" and own.process.pid != remote.process.pid
+    return "rdma" in lanes or ("cuda_ipc" in lanes and apart)
 
 
 def component_facts(component: Component, page_size: int) -> ComponentFacts:

@@ -6,16 +6,23 @@ primary context of the first device whose memory is registered is pushed there o
 nothing of CUDA is loaded.
 
 A copy that a GPU has begun is not taken back, neither by NIXL nor by the end of its agent: `synchronize` waits until the
-GPUs have done all that was asked of them. That includes the work of the application on these GPUs, so it is for fences.
+GPUs have done all that was asked of them. That includes the work of the application on these GPUs, so it is for fences, and
+bounded: the owner thread serves all links.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
+from typing import Final
 
-from rdma_kv.cuda import Cuda
+from rdma_kv.cuda import BACKEND, Cuda
+from rdma_kv.errors import DEVICE_MEMORY, RegistrationError
 from rdma_kv.types import Region
+
+SYNCHRONIZE_S: Final = 2.0
+"""More than any copy takes that was posted (4 GiB take 0.1 s), and less than peers wait for a heartbeat."""
 
 
 class Devices:
@@ -70,15 +77,31 @@ class Devices:
             return contextlib.nullcontext()
         return self._cuda.current(device - 1)
 
-    def synchronize(self) -> None:
+    def synchronize(self, timeout_s: float = SYNCHRONIZE_S) -> None:
         """Wait until our GPUs have done all that this process asked of them so far. Blocks the thread, not the GIL.
 
         Raises:
-            RegistrationError: CUDA cannot tell.
+            RegistrationError: CUDA cannot tell, or not in time: a kernel of the application may never end.
         """
-        if self._cuda is not None:
-            for ordinal in self._ordinals:
-                self._cuda.synchronize(ordinal)
+        cuda, errors = self._cuda, []
+        if cuda is None:
+            return
+
+        def wait() -> None:
+            try:
+                for ordinal in tuple(self._ordinals):
+                    cuda.synchronize(ordinal)
+            except RegistrationError as exc:
+                errors.append(exc)
+
+        thread = threading.Thread(target=wait, name="rdma-kv-nixl-fence", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            text = f"the GPU has not done within {timeout_s:g} s what was asked of it"
+            raise RegistrationError(BACKEND, DEVICE_MEMORY, text)
+        if errors:
+            raise errors[0]
 
     def close(self) -> None:
         """Give up the contexts. The last call."""

@@ -21,8 +21,8 @@ destroyed; nothing reads our memory then (over rdma, where that ends the queue p
 the GPU has begun is not taken back: UCX lets go of it when the GPU is done, and the fence waits for that. `fence_target`
 works where bytes can have come by tcp alone: with the worker its sockets are closed, and what lies unread in them is
 gone. Over cma the peer's process writes our memory by itself, and over cuda_ipc its GPU does, whatever we close: where
-both sides have registered memory of a GPU, also formerly, and cuda_ipc may lead here, it is refused. So it is where UCX could have found shared memory and we cannot
-tell, and over rdma (untested).
+both sides have registered memory of a GPU, also formerly, and cuda_ipc may lead here, it is refused. So it is where UCX
+could have found shared memory and we cannot tell, and over rdma (untested).
 """
 
 from __future__ import annotations

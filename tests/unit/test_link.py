@@ -275,6 +275,7 @@ def test_the_prefill_sides_order_decides():
 
 
 ON_ONE_HOST = {"process": Process("host", 1, 1)}
+BESIDE = {"process": Process("host", 2, 1)}
 BOTH = {"transports": ("ucx", "nixl"), "device_transports": ("ucx", "nixl"), "device_lanes": ("cuda_ipc",)}
 
 
@@ -295,10 +296,11 @@ BOTH = {"transports": ("ucx", "nixl"), "device_transports": ("ucx", "nixl"), "de
             True,
         ),
         ({**BOTH, "process": Process()}, {**BOTH, "process": Process()}, "ucx", False),  # hosts that are not known
+        (BOTH, {**BOTH, **ON_ONE_HOST}, "ucx", False),  # one process, within which there is no cuda_ipc
     ],
 )
 def test_both_sides_choose_the_same_staging(prefill, decode_, transport: str, on_device: bool):
-    links = shake(side(**{**ON_ONE_HOST, **prefill}), side(Role.DECODE, **{**ON_ONE_HOST, **decode_}))
+    links = shake(side(**{**ON_ONE_HOST, **prefill}), side(Role.DECODE, **{**BESIDE, **decode_}))
     assert [link.transport for link in links] == [transport] * 2
     assert [link.device_staging for link in links] == [on_device] * 2
 
