@@ -73,6 +73,11 @@ class Poller:
         """How often the thread has woken: it stands still while nothing is handed to it."""
         return self._looks
 
+    @property
+    def thread(self) -> threading.Thread:
+        """For measurements."""
+        return self._thread
+
     def watch(self, watched: Sequence[Watch]) -> None:
         """Watch these from now on, instead of those before; none, if there are none."""
         self._watched = watched
