@@ -34,6 +34,13 @@ def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
         task.cancel()
 
 
+async def _end_tasks() -> None:
+    """End what still runs on a loop that is about to stop: its callers wait for an outcome."""
+    tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+    _cancel(tasks)
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 class SyncSending:
     """A request on its way out; made by `SyncClient.send`, used with `with`. For one thread at a time."""
 
@@ -95,6 +102,7 @@ class SyncClient:
         self.config = config
         self._where = Path(socket)
         self._start_s = start_s
+        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._client: Client | None = None
@@ -183,9 +191,6 @@ class SyncClient:
         Raises:
             ClosedError: the client is not open.
         """
-        loop = self._loop
-        if loop is None or loop.is_closed() or threading.current_thread() is self._thread:
-            raise ClosedError("the client is not open; use it inside `with`, and not from its own thread")
         outcome: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
 
@@ -201,11 +206,15 @@ class SyncClient:
                 outcome.set_result(task.result())
 
         def begin() -> None:
-            task = loop.create_task(awaited())
+            task = asyncio.create_task(awaited())
             tasks.append(task)
             task.add_done_callback(end)
 
-        loop.call_soon_threadsafe(begin)
+        with self._lock:  # the loop does not stop before it has begun what was accepted
+            loop = self._loop
+            if loop is None or threading.current_thread() is self._thread:
+                raise ClosedError("the client is not open; use it inside `with`, and not from its own thread")
+            loop.call_soon_threadsafe(begin)
         try:
             return outcome.result()
         except BaseException:
@@ -220,9 +229,11 @@ class SyncClient:
         return self._client
 
     def _stop(self) -> None:
-        loop, self._loop = self._loop, None
+        with self._lock:
+            loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return
+        asyncio.run_coroutine_threadsafe(_end_tasks(), loop).result()
         loop.call_soon_threadsafe(loop.stop)
         self._thread.join()
         loop.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from collections.abc import Sequence
@@ -84,9 +85,11 @@ class SharedMemory(HostMemory):
     """
 
     def __init__(self, length_bytes: int) -> None:
-        self.fd = os.memfd_create("rdma-kv-staging", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create("rdma-kv-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self.fd, length_bytes)
+            # Who gets the descriptor could cut the file short, and the next touch of our mapping would end this process.
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self._map = mmap.mmap(self.fd, length_bytes, flags=mmap.MAP_SHARED)
         except BaseException:
             self.close_fd()

@@ -62,6 +62,12 @@ logger = logging.getLogger("rdma_kv.sidecar")
 FIRST_S: Final = 5.0
 """How long a connection may stay without having attached."""
 
+DETACHED_S: Final = 20.0
+"""How long after DETACH the works of an engine may stay unanswered, which has said that none runs."""
+
+_KEPT: Final[list[RemoteEngine]] = []
+"""Engines whose agents could not be closed: something may still touch their staging, so it stays until the process exits."""
+
 
 class Host(Protocol):
     """What a connection needs of the sidecar."""
@@ -102,6 +108,8 @@ class Attachment:
         self._calls: Calls | None = None
         self._end: asyncio.Future[RdmaKvError | None] = asyncio.get_running_loop().create_future()
         self._starting: asyncio.Task[None] | None = None
+        self._lost = False
+        self._late: asyncio.TimerHandle | None = None
         self._channel = Channel(
             sock,
             name=self.who,
@@ -161,11 +169,11 @@ class Attachment:
     # --- messages ------------------------------------------------------------------------------------------------------
 
     def _on_frame(self, body: bytes) -> None:
-        if self._end.done():
-            return
         try:
             message = decode_of_engine(self.who, body)
-            if self.id is None:
+            if self._end.done():
+                self._on_late(message)
+            elif self.id is None:
                 self._on_first(message)
             elif not self.attached:
                 self._on_starting(message)
@@ -227,6 +235,15 @@ class Attachment:
             case _:
                 raise RemoteProtocolError(self.who, f"{type(message).__name__} after ATTACH")
 
+    def _on_late(self, message: FromEngine) -> None:
+        """After the end nothing begins. What was asked of an engine that has detached may still be answered."""
+        if self._engine is not None and not self._lost:
+            match message:
+                case Worked():
+                    self._engine.kernels.worked(self.who, message)
+                case Mapped():
+                    self._engine.mapped(self.who, message)
+
     def _say(self, message: FromSidecar) -> None:
         self._channel.send(encode(message))
 
@@ -250,7 +267,11 @@ class Attachment:
         await host.claim(self, self.id, self.ranks)
         process = Process(message.host, message.pid, message.started)
         engine = self._engine = RemoteEngine(self._channel, process, on_gpu=gpu is not None, on_dead=self._died)
-        self.agent = Agent(config, host.registry, transport=host.transport, engine=engine)
+        try:
+            self.agent = Agent(config, host.registry, transport=host.transport, engine=engine)
+        except BaseException:  # no agent will close them
+            engine.kernels.unwatch()
+            raise
         self._calls = Calls(self.agent, self._say, self.who)
         await self.agent.start()
         self.attached = True
@@ -274,19 +295,40 @@ class Attachment:
 
     def _finish(self, error: RdmaKvError | None) -> None:
         if self._end.done():
+            if error is not None and not self._lost:
+                self._lose(error)  # it has detached, and dies while its agent closes
             return
         self._end.set_result(error)
         if self._channel.open and error is not None:
             self._channel.send(encode(Bye(fault_of(error))))
-        if self._engine is not None and error is not None:
-            # At once: peers wait for it, and kernels of an engine that is gone do not answer.
-            cause = error if isinstance(error, SidecarLostError) else SidecarLostError(self.who, str(error))
+        if error is not None:
+            self._lose(error)
+
+    def _lose(self, error: RdmaKvError) -> None:
+        """At once: peers wait for it, and kernels of an engine that is gone do not answer."""
+        self._lost = True
+        cause = error if isinstance(error, SidecarLostError) else SidecarLostError(self.who, str(error))
+        if self._engine is not None:
             self._engine.lose(cause)
             if self.agent is not None:
                 self.agent.abort(cause)
 
     async def _clean_up(self, error: RdmaKvError | None) -> None:
         began = time.monotonic()
+        self._late = asyncio.get_running_loop().call_later(DETACHED_S, self._overdue)
+        try:
+            await self._close(error, began)
+        finally:
+            self._late.cancel()
+
+    def _overdue(self) -> None:
+        """It has detached, and its agent has not closed yet: is it the engine that we wait for?"""
+        if self._engine is not None and self._engine.busy:
+            self._finish(SidecarLostError(self.who, f"has detached, and not answered for its works in {DETACHED_S} s"))
+        else:
+            self._late = asyncio.get_running_loop().call_later(DETACHED_S, self._overdue)
+
+    async def _close(self, error: RdmaKvError | None, began: float) -> None:
         if self._starting is not None:
             self._starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -302,6 +344,8 @@ class Attachment:
             try:
                 await self.agent.close()
             except Exception:  # the data plane may still hold memory: it is kept
+                if self._engine is not None:
+                    _KEPT.append(self._engine)
                 logger.exception("the agent %s could not be closed; its staging stays allocated", self.id)
             else:
                 if self._engine is not None:

@@ -17,7 +17,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from rdma_kv.errors import RdmaKvError, RemoteProtocolError, SidecarLostError
@@ -51,6 +51,7 @@ class Channel:
     Attributes:
         fds: descriptors that have come and that no frame has claimed yet; whoever takes one closes it.
         ended: set when nothing is sent or received any more.
+        ended_there: whether it was the other side that ended it.
     """
 
     def __init__(
@@ -82,6 +83,8 @@ class Channel:
         self._empty.set()
         self.open = True
         self.ended = asyncio.Event()
+        self.ended_there = False
+        self._closing = False
         self._hold = hold
         sock.setblocking(False)
         self._loop = asyncio.get_running_loop()
@@ -93,11 +96,11 @@ class Channel:
         """Queue a frame; never waits. What is sent on a channel that has ended is dropped: its end has been told.
 
         Args:
-            fds: go with it; they must stay open until `drained`.
+            fds: go with it. They may be closed at once: another file could have their numbers when the frame leaves.
         """
         if not self.open:
             return
-        self._unsent.append((memoryview(frame), fds))
+        self._unsent.append((memoryview(frame), [os.dup(fd) for fd in fds]))
         self._unsent_bytes += len(frame)
         self._empty.clear()
         if self._unsent_bytes > _MOST_UNSENT_BYTES:
@@ -121,6 +124,9 @@ class Channel:
                 self._loop.add_writer(self._sock, self._flush)
             return
         except OSError as exc:
+            while self.open and not self._closing and self._read_some():
+                pass  # its last word may say why it reads no more
+            self.ended_there = self.ended_there or isinstance(exc, ConnectionError)
             self.lose(SidecarLostError(self.name, f"the stream broke: {exc}"))
             return
         if self._writing:
@@ -134,6 +140,7 @@ class Channel:
         if fds:
             sent = socket.send_fds(self._sock, [first], list(fds))
             self._unsent[0] = (first, ())  # they went with the first byte
+            _close_all(fds)
         else:
             buffers: list[memoryview] = []
             for frame, with_fds in self._unsent:
@@ -153,16 +160,22 @@ class Channel:
     # --- receiving -----------------------------------------------------------------------------------------------------
 
     def _read(self) -> None:
+        self._read_some()
+
+    def _read_some(self) -> bool:
+        """One system call. Whether something has come."""
         try:
             more = self._receive()
         except BlockingIOError:
-            return
+            return False
         except OSError as exc:
+            self.ended_there = isinstance(exc, ConnectionError)
             self.lose(SidecarLostError(self.name, f"the stream broke: {exc}"))
-            return
+            return False
         if not more:
+            self.ended_there = True
             self.lose(SidecarLostError(self.name, "the stream has ended"))
-            return
+            return False
         self._received += more
         try:
             while self.open and (body := self._next_frame()) is not None:
@@ -172,6 +185,7 @@ class Channel:
         except Exception as exc:
             logger.exception("a message of %s could not be handled", self.name)
             self._refuse(SidecarLostError(self.name, f"a bug: {exc!r}"))
+        return True
 
     def _refuse(self, error: RdmaKvError) -> None:
         if self._farewell is not None and self.open and not self._unsent:
@@ -217,6 +231,7 @@ class Channel:
         """Send what is queued, for a second at most, and end it. `on_lost` is not told. Idempotent."""
         if not self.open:
             return
+        self._closing = True
         self._loop.remove_reader(self._sock)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_CLOSE_S):
@@ -237,7 +252,14 @@ class Channel:
         self.ended.set()
         if not self._hold:
             self._sock.close()
+        for _, fds in self._unsent:
+            _close_all(fds)
         self._unsent.clear()
         self._empty.set()
-        while self.fds:
-            os.close(self.fds.popleft())
+        _close_all(self.fds)
+        self.fds.clear()
+
+
+def _close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

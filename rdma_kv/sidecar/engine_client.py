@@ -26,7 +26,7 @@ from rdma_kv.sidecar.engine_sending import ClientSending
 from rdma_kv.sidecar.facts import attach_of, register_of, replica_id, replica_of
 from rdma_kv.sidecar.link import EngineLink, RunningCall
 from rdma_kv.sidecar.memory import Pools
-from rdma_kv.sidecar.wire import Cancel, Closing, GpuFacts, Ranges, Receive, Register, Send
+from rdma_kv.sidecar.wire import Closing, GpuFacts, Ranges, Receive, Register, Send
 from rdma_kv.types import Owned, ReplicaId, Role
 
 logger = logging.getLogger(__name__)
@@ -72,10 +72,12 @@ class Client:
         self._transfer_s = config.timeouts.transfer
         self._cuda: Cuda | None = None
         self._link: EngineLink | None = None
+        self._latest: EngineLink | None = None  # the same, or the last one, whose kernels may still run
         self._why: RdmaKvError | None = None  # there is no link
         self._changed = asyncio.Event()  # there is one, or there will be none
         self._refused: asyncio.Future[RdmaKvError] | None = None  # the first attempt, for good
         self._keeping: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._state = "new"
 
     @property
@@ -113,28 +115,33 @@ class Client:
             raise SidecarLostError(f"sidecar {self._path}", f"not reached within {self._start_s} s: {self._why}")
 
     async def close(self) -> None:
-        """End everything: running calls fail on both sides, kernels end, the sidecar's agent closes. Idempotent."""
-        if self._state == "closed":
-            return
-        self._state = "closed"
-        self._why = ClosedError("the client is closing")
-        link, self._link = self._link, None
+        """End everything: running calls fail on both sides, kernels end, the sidecar's agent closes. Idempotent.
+
+        It goes on if the caller is cancelled: pools must not be freed before the last kernel on them has ended.
+        """
+        if self._closing is None:
+            self._state = "closed"
+            self._closing = asyncio.create_task(self._close(), name=f"close {self.config.id}")
+            await asyncio.shield(self._closing)
+        elif not self._closing.done():
+            await asyncio.wait([self._closing])  # a failure is told to the first caller
+
+    async def _close(self) -> None:
+        why = self._why = ClosedError("the client is closing")
+        self._changed.set()
+        if self._keeping is not None:
+            self._keeping.cancel()  # what is still attaching ends with it; a link that is up does not
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        link, self._link = self._latest, None
         if link is not None:
             link.say(Closing())
-            for run in link.calls:
-                run.instead = self._why
-                run.say(Cancel(run.number))
-            await asyncio.gather(*(asyncio.shield(asyncio.ensure_future(_over(run))) for run in link.calls))
-        self._changed.set()
+            await link.end_calls(why)
+            await link.end_kernels()
         await self._packer.close()
         if link is not None:
             await link.detach()
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-        if link is not None:
             await link.close()
-        if self._cuda is not None:
+        if self._cuda is not None and (link is None or not link.kept):
             await asyncio.to_thread(self._cuda.close)
 
     async def __aenter__(self) -> Self:
@@ -293,12 +300,12 @@ class Client:
             ClosedError: the client closes.
             SidecarLostError: there is none in time.
         """
-        deadline = asyncio.get_running_loop().time() + timeout_s
+        deadline = asyncio.get_running_loop().time() + float(timeout_s)  # which may be NumPy's
         while True:
-            if self._link is not None and self._link.up:
-                return self._link, deadline
             if self._state != "open":
                 raise ClosedError("the client is closing")
+            if self._link is not None and self._link.up:
+                return self._link, deadline
             self._changed.clear()
             try:
                 async with asyncio.timeout_at(deadline):
@@ -310,7 +317,7 @@ class Client:
         """Keep a link up, from the start to `close`."""
         pause_s, first = _FIRST_PAUSE_S, True
         while True:
-            link = EngineLink(self._path, self.kernels, self._pools, self._cuda, self.config.gpu)
+            link = self._latest = EngineLink(self._path, self.kernels, self._pools, self._cuda, self.config.gpu)
             try:
                 await self._open(link)
             except RdmaKvError as exc:
@@ -328,8 +335,10 @@ class Client:
                 await link.close()
                 raise
             else:
-                first, pause_s = False, _FIRST_PAUSE_S
+                first, began = False, asyncio.get_running_loop().time()
                 await link.ended.wait()
+                if asyncio.get_running_loop().time() - began > _LONGEST_PAUSE_S:
+                    pause_s = _FIRST_PAUSE_S  # or it is lost each time that it is there: no reason to hurry
                 if self._state != "open":
                     return
                 self._why = link.error
@@ -352,14 +361,6 @@ class Client:
         self._transfer_s = attached.transfer_s
         self._link = link
         self._changed.set()
-
-
-async def _over(run: RunningCall) -> None:
-    """Wait until a call has ended, whatever comes of it."""
-    try:
-        await run.outcome()
-    except RdmaKvError as exc:
-        logger.debug("%s", exc)
 
 
 def _mapping(tokens: Tokens) -> dict[str, tuple[int, int]] | None:

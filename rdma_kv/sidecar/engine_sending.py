@@ -15,7 +15,7 @@ from rdma_kv.errors import LocalProtocolError, RdmaKvError
 from rdma_kv.messages import MAX_TEXT
 from rdma_kv.sending import CudaEvent, metadata_problem
 from rdma_kv.session import AgentConfig, TokenRange, check_event, interval, is_cuda_event
-from rdma_kv.sidecar.facts import fault_of
+from rdma_kv.sidecar.facts import fault_of, sendable
 from rdma_kv.sidecar.link import RunningCall
 from rdma_kv.sidecar.wire import Abort, Cancel, Finish, Push
 from rdma_kv.types import ReplicaId
@@ -115,11 +115,8 @@ class ClientSending:
         assert run is not None
         if error is not None:
             self._state = "failed"
-            run.say(Abort(run.number, f"{type(error).__name__}: {error}"[:MAX_TEXT]))
-            try:
-                await run.outcome()
-            except RdmaKvError as exc:
-                logger.debug("%s", exc)
+            run.say(Abort(run.number, sendable(f"{type(error).__name__}: {error}", MAX_TEXT)))
+            await _ended(run)
             return
         self._state = "finished"
         problem = metadata_problem(self.metadata)
@@ -132,8 +129,8 @@ class ClientSending:
 
 
 async def _ended(run: RunningCall) -> None:
-    """Wait until a call has ended, whatever comes of it."""
+    """Wait until a call has ended that was told to, whatever comes of it."""
     try:
-        await run.outcome()
+        await run.outcome(soon=True)
     except RdmaKvError as exc:
         logger.debug("%s", exc)

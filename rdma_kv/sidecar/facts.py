@@ -11,6 +11,7 @@ import numpy.typing as npt
 from rdma_kv.errors import ConfigError, ErrorCode, IncompatiblePeerError, RdmaKvError, RemoteProtocolError
 from rdma_kv.kernels.launch import Chunk
 from rdma_kv.layout import Int64Array, KvLayout, Origin
+from rdma_kv.messages import MAX_TEXT
 from rdma_kv.protocol.link import Process, component_facts, read_component, read_topology, topology_facts
 from rdma_kv.session import AgentConfig
 from rdma_kv.sidecar.wire import VERSION, Attach, Fault, GpuFacts, Place, Register, Replica, Work
@@ -38,6 +39,11 @@ def _classes() -> dict[ErrorCode, type[RdmaKvError]]:
 _CLASS_OF = _classes()
 
 
+def sendable(text: str, most: int = _MOST_TEXT) -> str:
+    """Text that a message can carry: names of files, for instance, need not be Unicode."""
+    return text[:most].encode("utf-8", "replace").decode()
+
+
 def fault_of(error: RdmaKvError) -> Fault:
     """An error as a message carries it: class, text and facts."""
     facts: dict[str, Any] = {}
@@ -47,10 +53,10 @@ def fault_of(error: RdmaKvError) -> Fault:
         elif isinstance(value, tuple):
             facts[name] = [int(each) for each in value]
         elif isinstance(value, str):
-            facts[name] = value[:_MOST_TEXT]
+            facts[name] = sendable(value)
         elif isinstance(value, (int, float)):
             facts[name] = value
-    return Fault(error.code, str(error)[:_MOST_TEXT], facts)
+    return Fault(error.code, sendable(str(error)), facts)
 
 
 def error_of(fault: Fault) -> RdmaKvError:
@@ -79,7 +85,7 @@ def attach_of(config: AgentConfig, gpu: GpuFacts | None, process: Process) -> At
         cluster=config.cluster,
         engine=config.engine,
         role=config.role.value,
-        ranks=list(config.ranks),
+        ranks=[int(rank) for rank in config.ranks],
         topology=topology_facts(config.topology),
         tie_break=config.tie_break.value,
         fingerprint=config.model.fingerprint,
@@ -143,20 +149,20 @@ def replica_id(replica: Replica | None) -> ReplicaId | None:
 
 def register_of(component: str, layout: KvLayout, addresses: Int64Array, sizes: Int64Array, owned: Owned) -> Register:
     """A pool as the engine's process has it."""
-    return Register(
+    return Register(  # whose numbers may be NumPy's
         component=component,
-        replica=owned.replica,
-        rank=owned.rank,
+        replica=int(owned.replica),
+        rank=int(owned.rank),
         origins=np.array(layout.origins, _INT64).tobytes(),
-        kv_factor=layout.kv_factor,
-        num_pages=layout.num_pages,
-        page_size=layout.page_size,
-        heads=layout.heads,
-        row_bytes=layout.row_bytes,
-        page_stride=layout.page_stride,
-        token_stride=layout.token_stride,
-        head_stride=layout.head_stride,
-        name=layout.name,
+        kv_factor=int(layout.kv_factor),
+        num_pages=int(layout.num_pages),
+        page_size=int(layout.page_size),
+        heads=int(layout.heads),
+        row_bytes=int(layout.row_bytes),
+        page_stride=int(layout.page_stride),
+        token_stride=int(layout.token_stride),
+        head_stride=int(layout.head_stride),
+        name=sendable(layout.name, MAX_TEXT),
         addresses=addresses.astype(_INT64).tobytes(),
         sizes=sizes.astype(_INT64).tobytes(),
     )
@@ -172,6 +178,10 @@ def layout_of(who: str, message: Register) -> KvLayout:
     table = int64s(who, "origins", message.origins)
     if not message.kv_factor or not table.size or table.size % (2 * message.kv_factor):
         raise RemoteProtocolError(who, f"origins: {table.size} numbers for kv_factor {message.kv_factor}")
+    buffers = len(message.addresses) // _INT64.itemsize
+    named = table.reshape(-1, 2)[:, 0]
+    if named.min() < 0 or named.max() >= buffers:  # before anything is made that is as long
+        raise RemoteProtocolError(who, f"origins: buffers {named.min()} to {named.max()}, and {buffers} were told")
     layers = table.reshape(-1, message.kv_factor, 2).tolist()
     return KvLayout(
         tuple(tuple(Origin(*origin) for origin in planes) for planes in layers),

@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
 from rdma_kv.errors import ConfigError
 from rdma_kv.registry.static import parse_address
 
 _REQUEST_BYTES: Final = 4096  # of the head; probes send some hundred
 _REQUEST_S: Final = 2.0
-_MOST: Final = 32  # connections at a time
+_MOST: Final = 32  # connections at a time; the oldest makes room
 
 
 class Health:
@@ -31,7 +31,7 @@ class Health:
 
     def __init__(self, ready: Callable[[], bool]) -> None:
         self._ready = ready
-        self._open = 0
+        self._open: dict[asyncio.Task[Any] | None, None] = {}  # the oldest first
         self._server: asyncio.Server | None = None
         self.address: tuple[str, int] = ("", 0)
 
@@ -56,17 +56,22 @@ class Health:
             self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._open += 1
+        own = asyncio.current_task()
+        self._open[own] = None
+        if len(self._open) > _MOST:  # those that say nothing must not keep a probe out
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            if oldest is not None:
+                oldest.cancel()
         try:
-            if self._open <= _MOST:
-                async with asyncio.timeout(_REQUEST_S):
-                    head = await reader.readuntil(b"\r\n\r\n")
-                    writer.write(self._answer(head))
-                    await writer.drain()
-        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            async with asyncio.timeout(_REQUEST_S):
+                head = await reader.readuntil(b"\r\n\r\n")
+                writer.write(self._answer(head))
+                await writer.drain()
+        except (TimeoutError, OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, asyncio.CancelledError):
             pass  # no probe; it gets the end of the stream
         finally:
-            self._open -= 1
+            self._open.pop(own, None)
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()

@@ -26,6 +26,8 @@ _ADDRESS: Final = struct.Struct("=BBBBI")  # ifaddrmsg: family, prefix length, f
 _ATTRIBUTE: Final = struct.Struct("=HH")  # rtattr: length, type
 _DONE, _ERROR, _NEW_ADDRESS, _GET_ADDRESS = 3, 2, 20, 22
 _DUMP: Final = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
+_INTERRUPTED: Final = 0x10  # NLM_F_DUMP_INTR
+_DUMPS: Final = 5  # at most, while addresses go on changing
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
 _GLOBAL: Final = 0  # scope; loopback and link-local addresses have others
 _GROUPS: Final = 0x1 | 0x10 | 0x100  # links, IPv4 addresses, IPv6 addresses
@@ -48,13 +50,27 @@ def addresses(environ: Mapping[str, str] = os.environ) -> Addresses:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, socket.NETLINK_ROUTE) as sock:
         sock.bind((0, 0))
         body = _ADDRESS.pack(socket.AF_UNSPEC, 0, 0, 0, 0)
-        sock.send(_HEADER.pack(_HEADER.size + len(body), _GET_ADDRESS, _DUMP, 1, 0) + body)
-        found: set[tuple[int, bytes]] = set()
-        while not _read_dump(sock.recv(_READ_BYTES), found):
-            pass
+        for _ in range(_DUMPS):
+            sock.send(_HEADER.pack(_HEADER.size + len(body), _GET_ADDRESS, _DUMP, 1, 0) + body)
+            found: set[tuple[int, bytes]] = set()
+            parts = [sock.recv(_READ_BYTES)]
+            while not _read_dump(parts[-1], found):
+                parts.append(sock.recv(_READ_BYTES))
+            if not any(map(_is_interrupted, parts)):
+                break
     named = {name.partition(":")[0] for name in environ.get("UCX_NET_DEVICES", "").split(",")}
     chosen = {index for index, name in socket.if_nameindex() if name in named}
     return frozenset(each for each in found if not chosen or each[0] in chosen)
+
+
+def _is_interrupted(part: bytes) -> bool:
+    """Whether addresses have changed while the kernel told them: some that are there may be missing."""
+    position, flags = 0, 0
+    while position + _HEADER.size <= len(part):
+        length, _, some, *_ = _HEADER.unpack_from(part, position)
+        flags |= some
+        position += _aligned(max(length, _HEADER.size))
+    return bool(flags & _INTERRUPTED)
 
 
 def _read_dump(part: bytes, found: set[tuple[int, bytes]]) -> bool:

@@ -46,6 +46,7 @@ from rdma_kv.sidecar.wire import (
     Worked,
     decode_of_sidecar,
     encode,
+    frame_of_call,
 )
 from rdma_kv.types import ReplicaId
 
@@ -59,6 +60,12 @@ ATTACH_S: Final = 60.0
 """How long an attach may take: the sidecar starts an agent, and waits for the end of a former one with the same ranks."""
 
 DETACH_S: Final = 30.0  # for the sidecar's agent to close
+KERNELS_S: Final = 10.0  # for our own kernels, when the client closes
+
+_LOOK_S: Final = 60.0  # between two warnings of kernels that do not end
+
+_KEPT: Final[list[EngineLink]] = []
+"""Connections whose staging a kernel of this process may still touch, for good."""
 
 
 class RunningCall:
@@ -100,7 +107,7 @@ class RunningCall:
         Raises:
             RdmaKvError: what the sidecar's agent raises; or the call has ended, for its reason.
         """
-        self.say(message)
+        self._link.send(frame_of_call(message))
         self.expect_answer()
         await self.answer(self._answers[-1])
 
@@ -128,19 +135,24 @@ class RunningCall:
         if fault is not None:
             raise error_of(fault)
 
-    async def outcome(self) -> Ended:
+    async def outcome(self, *, soon: bool = False) -> Ended:
         """Wait for the end; raise why it failed. No page of the call is touched any more then.
 
         A cancelled caller waits all the same; `CancelledError` is raised afterwards.
+
+        Args:
+            soon: the sidecar was told to end the call; it is not given the call's whole time.
         """
         cancelled = False
         until = self.deadline + ANSWER_S
+        if soon:
+            until = min(until, asyncio.get_running_loop().time() + ANSWER_S)
         while not self.ended.done():
             try:
                 async with asyncio.timeout_at(until):
                     await asyncio.wait([self.ended])
             except TimeoutError:
-                self._link.lose(f"has not ended a call within {ANSWER_S} s after its time")
+                self._link.lose(f"has not ended a call within {ANSWER_S} s after its time, or its cancellation")
                 until += 3600.0  # now it is our own kernels that are waited for
             except asyncio.CancelledError:
                 if not cancelled:
@@ -222,11 +234,17 @@ class EngineLink:
         self._channel: Channel | None = None
         self._attached: asyncio.Future[Attached] = asyncio.get_running_loop().create_future()
         self._ending: asyncio.Task[None] | None = None
+        self._kept = False
 
     @property
     def up(self) -> bool:
         """Whether calls can begin."""
         return self.error is None and self._attached.done()
+
+    @property
+    def kept(self) -> bool:
+        """Whether kernels that do not end have been given up: nothing that they use may go."""
+        return self._kept
 
     @property
     def calls(self) -> tuple[RunningCall, ...]:
@@ -253,15 +271,24 @@ class EngineLink:
 
     def say(self, message: FromEngine) -> None:
         """Send a message. On a connection that has ended it is dropped."""
+        self.send(encode(message))
+
+    def send(self, frame: bytes) -> None:
+        """As `say`, of a message that is encoded already."""
         if self._channel is not None:
-            self._channel.send(encode(message))
+            self._channel.send(frame)
 
     def begin(self, deadline: float, make: Callable[[int], Send | Receive]) -> RunningCall:
-        """Begin a call under the next number."""
+        """Begin a call under the next number.
+
+        Raises:
+            ConfigError: an argument that no message can carry; nothing has begun.
+        """
+        message = make(self._numbers + 1)
+        frame = frame_of_call(message)
         self._numbers += 1
         run = self._calls[self._numbers] = RunningCall(self, self._numbers, deadline)
-        message = make(self._numbers)
-        self.say(message)
+        self.send(frame)
         if isinstance(message, Send):
             run.expect_answer()
         return run
@@ -299,6 +326,31 @@ class EngineLink:
             self._channel.lose(SidecarLostError(self.where, why))
         else:
             self._on_lost(SidecarLostError(self.where, why))
+
+    async def end_calls(self, why: RdmaKvError) -> None:
+        """Have all calls end, and raise `why` to their callers. A sidecar that does not say so in `ANSWER_S` is lost."""
+        calls = self.calls
+        for run in calls:
+            run.instead = why
+            run.say(Cancel(run.number))
+        if calls:
+            _, left = await asyncio.wait([run.ended for run in calls], timeout=ANSWER_S)
+            if left:
+                self.lose(f"has not ended {len(left)} calls within {ANSWER_S} s")
+
+    async def end_kernels(self) -> None:
+        """Wait until the last kernel has ended, and that is said; `KERNELS_S` at most.
+
+        One that waits for a CUDA event which never fires is not told to have ended when it is given up: staging stays
+        mapped, and the stream open, until the process exits. So the sidecar keeps that memory too.
+        """
+        await self._works.drain(KERNELS_S)
+        if len(self._works) and not self._kept:
+            logger.error(
+                "%d gathers or scatters do not end: staging stays mapped until this process exits", len(self._works)
+            )
+            self._kept = True
+            _KEPT.append(self)
 
     async def detach(self) -> None:
         """End it in order, when no call runs and no kernel: the sidecar's agent closes first. Bounded."""
@@ -381,7 +433,8 @@ class EngineLink:
             fault = fault_of(exc)
         except Exception as exc:  # noqa: BLE001 - a kernel's own failure
             fault = fault_of(LocalProtocolError(f"gather or scatter failed: {exc!r}"))
-        self.say(Worked(message.work, result, self._kernels.launches, fault))
+        if not self._kept:
+            self.say(Worked(message.work, result, self._kernels.launches, fault))
 
     async def _check(self, message: Work) -> kernels_work.Work:
         length_bytes = message.planes * (len(message.token_offset) // 8) * message.heads * message.row_bytes
@@ -427,10 +480,14 @@ class EngineLink:
     async def _end(self, error: RdmaKvError) -> None:
         await self._waits.close()
         while len(self._works):
-            await self._works.drain(60.0)
-        await self._mappings.close()
-        if self._channel is not None:
-            self._channel.release()
+            await self._works.drain(_LOOK_S)
+            if len(self._works):
+                text = "%d gathers or scatters for %s, which is lost, still run; its calls and the next connection wait"
+                logger.warning(text, len(self._works), self.where)
+        if not self._kept:
+            await self._mappings.close()
+            if self._channel is not None:
+                self._channel.release()
         calls, self._calls = self._calls, {}
         for run in calls.values():
             run.end(error)

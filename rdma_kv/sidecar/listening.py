@@ -18,7 +18,7 @@ from typing import Final
 
 from rdma_kv.errors import ConfigError
 
-_UCRED: Final = struct.Struct("3i")  # pid, uid, gid; see unix(7)
+_UCRED: Final = struct.Struct("iII")  # pid, uid, gid; see unix(7)
 _BACKLOG: Final = 128
 
 

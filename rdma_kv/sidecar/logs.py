@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any
+from typing import Any, Final
 
 import msgspec
+
+_ESCAPES: Final = {code: f"\\x{code:02x}" for code in (*range(32), *range(0x7F, 0xA0))}  # control characters
 
 
 class JsonLines(logging.Formatter):
@@ -37,6 +39,7 @@ class TextLines(logging.Formatter):
         facts = getattr(record, "facts", None)
         if isinstance(facts, dict):
             text += "".join(f" {name}={value}" for name, value in facts.items() if value != "")
+        text = text.translate(_ESCAPES)  # a request's key may hold anything, a forged line too
         if record.exc_info:
             text += "\n" + self.formatException(record.exc_info)
         return text

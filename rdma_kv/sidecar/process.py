@@ -33,7 +33,7 @@ _LEAVE_S: Final = 2.0  # to tell engines and peers that the network has changed,
 
 
 def run_sidecar(config: SidecarConfig) -> int:
-    """Serve until a signal comes. Returns the exit status: 0, or `CUT_OFF`.
+    """Serve until a signal comes. Returns the exit status: 0, or `CUT_OFF`. `NETWORK_CHANGED` ends the process here.
 
     Raises:
         ConfigError: it cannot start; the field is named.
@@ -111,9 +111,12 @@ async def _drain(sidecar: Sidecar, drain_s: float, hurry: asyncio.Event) -> int:
         draining.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await draining
-        return sum(attachment.calls for attachment in sidecar.attachments)
+        left = sum(attachment.calls for attachment in sidecar.attachments)
+        _progress(f"hurried: {left} calls are cut off")
+        return left
     return draining.result()
 
 
 def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it any more, which is no reason to cut calls off
+        print(text, file=sys.stderr, flush=True)

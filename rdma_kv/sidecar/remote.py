@@ -7,6 +7,7 @@ import contextlib
 import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from rdma_kv.deaths import DeathWatch
@@ -27,9 +28,11 @@ _MAP_S: Final = 30.0
 _DEATH_S: Final = 10.0
 """How long the last kernels of an engine are waited for, before memory of a GPU is kept for good."""
 
-
 _DYING_S: Final = 2.0
-"""After the end of its stream, a process that dies is dead within that time."""
+"""After the end of its stream, a process that dies is dead within that time, or can be seen to be dying."""
+
+_FLAGS: Final = 6  # of /proc/PID/stat, behind the process's name
+_PF_EXITING: Final = 0x4  # Linux, since ever
 
 
 class RemoteEvent:
@@ -94,17 +97,24 @@ class RemoteKernels:
         self._pending: dict[int, asyncio.Future[int | None]] = {}
         self._launches = (0, 0)
         self.lost: RdmaKvError | None = None
+        self._unanswered = False  # we have given up works that may still run
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._dead = asyncio.Event()
         self._on_dead = on_dead
         self._deaths = DeathWatch(lambda _: self._died())
         self._deaths.watch("engine", process)
+        self._pid = process.pid
 
     @property
     def launches(self) -> tuple[int, int]:
         """(gather, scatter) launches so far, as the engine last said."""
         return self._launches
+
+    @property
+    def busy(self) -> bool:
+        """Whether works are not answered yet."""
+        return bool(self._pending)
 
     async def start(self) -> None:
         """The engine has started its kernels before it attached."""
@@ -114,23 +124,31 @@ class RemoteKernels:
         try:
             if self.lost is None:
                 self.lost = ClosedError("the kernels are closed")
-                if await _within(_DEATH_S, self._quiet):
+                if await _within(_DEATH_S, self._quiet) and not self._unanswered:
                     return True
             if not self._on_gpu:
                 return True  # a memfd outlives our mapping: what an engine without us still writes there is its own
             return await self._has_let_go()
         finally:
-            self._deaths.close()
+            self.unwatch()
+
+    def unwatch(self) -> None:
+        """Watch over the engine's process no more. Idempotent."""
+        self._deaths.close()
 
     async def _has_let_go(self) -> bool:
         """Whether an engine that we have lost has no kernel on memory of our GPU: it is dead, or it lives and has closed its
-        end, which a client does when its last kernel has ended. Where its death could not be seen there is no telling."""
+        end, which a client does when its last kernel has ended. Where its death could not be seen there is no telling; and
+        where it was us who ended the stream, over what came there, its end says nothing of the engine."""
         if "engine" not in self._deaths:
             return self._dead.is_set()
         if not await _within(_DEATH_S, self._channel.ended):
             return self._dead.is_set()
-        await _within(_DYING_S, self._dead)
-        return True
+        if not self._channel.ended_there:
+            return await _within(_DEATH_S, self._dead)
+        if await _within(_DYING_S, self._dead) or not is_exiting(self._pid):
+            return True
+        return await _within(_DEATH_S, self._dead)  # large memory of a GPU takes its time to go
 
     async def gather(self, work: kernels.Work) -> int | None:
         """Pages to slot. Returns when the slot is filled: its checksum, if that is asked for.
@@ -221,10 +239,20 @@ class RemoteKernels:
         """The engine is gone: what it was to do fails, now and from now on."""
         self.lost = error
         pending, self._pending = self._pending, {}
+        self._unanswered = self._unanswered or bool(pending)
         for future in pending.values():
             if not future.done():
                 future.set_exception(error)
         self._quiet.set()
+
+
+def is_exiting(pid: int) -> bool:
+    """Whether a process is on its way out, as the kernel says: its descriptors may be closed before its GPU has let go."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return bool(int(stat[stat.rindex(")") + 1 :].split()[_FLAGS]) & _PF_EXITING)
+    except (OSError, ValueError, IndexError):
+        return True  # it is gone, or cannot be seen
 
 
 async def _within(seconds: float, event: asyncio.Event) -> bool:
@@ -253,6 +281,11 @@ class RemoteEngine:
         return self._kernels
 
     @property
+    def busy(self) -> bool:
+        """Whether the engine has not answered yet for something that it was asked to do."""
+        return self._kernels.busy or any(not mapping.done() for mapping in self._mapping.values())
+
+    @property
     def staging_bytes(self) -> int:
         """Host memory that was made so far."""
         return sum(memory.length_bytes for memory in self._memories)
@@ -272,11 +305,11 @@ class RemoteEngine:
         memory, device = segment.memory, segment.device
         assert isinstance(memory, SharedMemory)
         number = len(self._mapping)
+        mapped = self._mapping[number] = asyncio.get_running_loop().create_future()
         handle = b"" if device is None else await asyncio.to_thread(device.export_handle)
         self._places.add(memory.address, memory.length_bytes, number)
         if device is not None:
             self._places.add(device.address, device.length_bytes, number)
-        mapped = self._mapping[number] = asyncio.get_running_loop().create_future()
         if self._kernels.lost is not None:
             raise self._kernels.lost
         self._channel.send(encode(Segment(number, memory.length_bytes, handle)), [memory.fd])

@@ -45,6 +45,8 @@ class _Running:
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
         self.steps: asyncio.Queue[_Step] = asyncio.Queue()
+        self.finished = False  # its last step was said
+        self.failed: RdmaKvError | None = None  # why it had failed when its caller gave it up
         self.events: dict[int, RemoteEvent] = {}
 
 
@@ -87,6 +89,8 @@ class Calls:
             refusal = LocalProtocolError(f"{MAX_CALLS} calls at a time are the most that a sidecar takes of one client")
         if refusal is not None:
             self._say(Ended(message.call, fault_of(refusal), None, (0.0, 0.0, 0.0)))
+            verb = "send" if isinstance(message, Send) else "receive"
+            self._log(verb, message, None, refusal, cancelled=False, began=time.monotonic())
             return
         running = self._running[message.call] = _Running()
         self._none.clear()
@@ -98,11 +102,14 @@ class Calls:
         """What comes next in a send. For one that has ended meanwhile it means nothing.
 
         Raises:
-            RemoteProtocolError: there was never such a call.
+            RemoteProtocolError: there was never such a call, or its caller has said its last step already.
         """
         self._check(message.call)
         running = self._running.get(message.call)
         if running is not None:
+            if running.finished:
+                raise RemoteProtocolError(self._who, f"{type(message).__name__} of call {message.call} after its end")
+            running.finished = not isinstance(message, Push)
             running.steps.put_nowait(message)
 
     def cancel(self, message: Cancel) -> None:
@@ -157,7 +164,11 @@ class Calls:
             async with sending as out:
                 out.when_failed(lambda error: self._say(Failed(call, fault_of(error))))
                 self._say(Answer(call, replica_of(out.to)))
-                await self._block(call, out, running)
+                try:
+                    await self._block(call, out, running)
+                except BaseException:
+                    running.failed = out.error
+                    raise
         except EngineError:
             cancelled = True
         except asyncio.CancelledError:
@@ -168,7 +179,7 @@ class Calls:
         spent = (0.0, 0.0, 0.0) if times is None else (times.gather, times.write, times.scatter)
         to = replica_of(sending.to) if sending is not None else None
         self._say(Ended(call, None if error is None else fault_of(error), to, spent))
-        self._log("send", message, to, error or (sending.error if sending is not None else None), cancelled, began)
+        self._log("send", message, to, error or running.failed, cancelled, began)
 
     async def _block(self, call: int, out: Sending, running: _Running) -> None:
         """What the caller does inside its block, in its order."""

@@ -20,12 +20,13 @@ from rdma_kv.sidecar.facts import fault_of
 from rdma_kv.sidecar.listening import UnixListener, credentials
 from rdma_kv.sidecar.settings import SidecarConfig
 from rdma_kv.sidecar.wire import Bye, encode
-from rdma_kv.transport.named import TransportMaker
+from rdma_kv.transport.named import TransportMaker, names
 from rdma_kv.types import AgentId
 
 logger = logging.getLogger("rdma_kv.sidecar")
 
 MAX_UNATTACHED: Final = 16  # connections at a time that have not attached; more are closed at once
+MAX_CONNECTIONS: Final = 128  # of all: an attached one takes staging, a port and some ten descriptors
 _PROGRESS_S: Final = 2.0  # between two lines while draining
 
 
@@ -66,7 +67,13 @@ class Sidecar:
         return self._listener is not None and self.draining is None
 
     async def start(self) -> None:
-        """Bind the socket and take connections."""
+        """Bind the socket and take connections.
+
+        Raises:
+            ConfigError: field `socket` or `socket_group`: it cannot be served; or `transport`: no engine could attach.
+        """
+        if isinstance(self.transport, str):
+            names(self.transport)
         self._listener = UnixListener(self.config.socket, self.config.socket_group)
         asyncio.get_running_loop().add_reader(self._listener.sock, self._accept)
 
@@ -100,14 +107,16 @@ class Sidecar:
         began = time.monotonic()
         for attachment in self.attachments:
             attachment.refuse_calls(self.draining)
-        waiting = asyncio.gather(*(attachment.idle() for attachment in self.attachments))
+        waiting = {asyncio.create_task(attachment.idle(), name="drain") for attachment in self.attachments}
         try:
-            while not waiting.done() and (left_s := began + deadline_s - time.monotonic()) > 0:
+            while any(not each.done() for each in waiting) and (left_s := began + deadline_s - time.monotonic()) > 0:
                 running = sum(attachment.calls for attachment in self.attachments)
                 progress(f"draining: {running} calls of {len(self.attachments)} agents run, {left_s:.0f} s are left")
-                await asyncio.wait([waiting], timeout=min(_PROGRESS_S, left_s))
+                await asyncio.wait(waiting, timeout=min(_PROGRESS_S, left_s))
         finally:
-            waiting.cancel()
+            for each in waiting:
+                each.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
         left = sum(attachment.calls for attachment in self.attachments)
         progress(f"drained: {left} calls are cut off" if left else "drained: all calls have ended")
         return left
@@ -169,6 +178,13 @@ class Sidecar:
             text = f"user {uid} may not attach to this sidecar; name it in allowed_uids of its agent.toml"
             _refuse(sock, ConfigError("allowed_uids", text))
             logger.warning("process %d of user %d was refused", pid, uid)
+            return
+        if len(self._attachments) >= MAX_CONNECTIONS:
+            text = (
+                f"{len(self._attachments)} connections are open, the most that it takes; try again when one has ended"
+            )
+            _refuse(sock, SidecarLostError("sidecar", text))
+            logger.warning("process %d was refused: %s", pid, text)
             return
         unattached = sum(attachment.id is None for attachment in self._attachments)
         if unattached >= MAX_UNATTACHED:

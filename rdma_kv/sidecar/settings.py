@@ -17,7 +17,7 @@ from rdma_kv.registry.static import is_loopback, parse_address
 from rdma_kv.session import AgentConfig
 from rdma_kv.sidecar.facts import config_of
 from rdma_kv.sidecar.wire import Attach
-from rdma_kv.transport.named import AUTO
+from rdma_kv.transport.named import AUTO, PREFERENCE
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("json", "text")
@@ -77,6 +77,10 @@ class SidecarConfig:
         places = [(each.engine, each.rank) for each in self.agent]
         if len(set(places)) != len(places):
             raise ConfigError("agent", f"{places}: each engine and rank once")
+        if self.transport not in {AUTO, *PREFERENCE}:
+            raise ConfigError("transport", f"{self.transport!r}; use {', '.join((AUTO, *PREFERENCE))}")
+        if wrong := [uid for uid in self.allowed_uids or () if not 0 <= uid < 1 << 32]:
+            raise ConfigError("allowed_uids", f"{wrong[0]} is no user id")
         if not 0 <= self.drain_s <= MAX_TIMEOUT_S:
             raise ConfigError("drain_s", f"{self.drain_s} s; from 0 to {MAX_TIMEOUT_S:.0f} s are possible")
         if self.log_level not in LEVELS:
@@ -143,9 +147,9 @@ class _ConfigFile(Struct, forbid_unknown_fields=True):
     drain_s: float = 30.0
     log_level: str = "info"
     log_format: str = "json"
-    staging: dict[str, int] = {}
+    staging: dict[str, int | float] = {}
     timeouts: dict[str, float] = {}
-    limits: dict[str, int] = {}
+    limits: dict[str, int | float] = {}
 
 
 def read_config(path: Path) -> SidecarConfig:
@@ -184,4 +188,7 @@ def _table(name: str, kind: type[Any], values: dict[str, Any]) -> Any:  # noqa: 
     known = set(kind.__dataclass_fields__)
     if unknown := sorted(set(values) - known):
         raise ConfigError(f"{name}.{unknown[0]}", f"is no setting; {name} has {', '.join(sorted(known))}")
+    for setting, value in values.items():
+        if isinstance(value, float) and "float" not in str(kind.__dataclass_fields__[setting].type):
+            raise ConfigError(f"{name}.{setting}", f"{value}; a whole number is needed")
     return kind(**values)

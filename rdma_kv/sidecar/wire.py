@@ -10,12 +10,13 @@ one ENDED, which means that no page of it is touched any more.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final
 
 import msgspec
 from msgspec import Meta, Struct
 
-from rdma_kv.errors import ErrorCode, RemoteProtocolError
+from rdma_kv.errors import ConfigError, ErrorCode, RemoteProtocolError
 from rdma_kv.messages import (
     FRAME_HEADER,
     MAX_SEGMENTS,
@@ -349,6 +350,31 @@ def encode(message: FromEngine | FromSidecar) -> bytes:
     if len(body) > MAX_FRAME_BYTES:
         raise ValueError(f"a frame of {len(body)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
     return FRAME_HEADER.pack(len(body)) + body
+
+
+_ARGUMENTS: Final = {"sources": "source", "call": "send"}  # whose name is another one on the wire
+
+
+def frame_of_call(message: Send | Receive | Push) -> bytes:
+    """As `encode`, for what a caller has said: the sidecar would end the connection over a value that it cannot take.
+
+    Raises:
+        ConfigError: there is such a value; the argument is named.
+    """
+    light = message if isinstance(message, Push) else msgspec.structs.replace(message, pages=[])
+    try:
+        _of_engine.decode(_encoder.encode(light))
+        return encode(message)
+    except msgspec.ValidationError as exc:
+        text, _, path = str(exc).partition(" - at `$.")
+        name = re.split(r"\W", path)[0]
+        raise ConfigError(_ARGUMENTS.get(name, name), text) from exc
+    except UnicodeEncodeError as exc:  # of all names, only those of other engines were not compared with anything
+        raise ConfigError("source" if isinstance(message, Receive) else "to", f"is no Unicode text: {exc}") from exc
+    except TypeError as exc:
+        raise ConfigError("arguments", f"cannot be sent: {exc}") from exc
+    except ValueError as exc:
+        raise ConfigError("pages", f"{exc}; page tables of so many pages cannot be sent to a sidecar") from exc
 
 
 def decode_of_engine(who: str, body: bytes) -> FromEngine:

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from sidecar_rig import TOPOLOGY, engine_config, engine_memory
 
 from rdma_kv.client import Client
@@ -19,7 +20,7 @@ from rdma_kv.registry.static import AgentRecord, EngineRecord, dump_registry
 from rdma_kv.sidecar.channel import Channel
 from rdma_kv.sidecar.server import Sidecar
 from rdma_kv.sidecar.settings import SidecarConfig
-from rdma_kv.sidecar.wire import Attached, FromEngine, Segment, decode_of_engine, encode
+from rdma_kv.sidecar.wire import Attached, FromEngine, Segment, Work, decode_of_engine, encode
 from rdma_kv.topology import TieBreak
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
 from rdma_kv.types import AgentId, Role
@@ -119,3 +120,24 @@ class Liar:
             await self.channel.close()
         self._listener.close()
         self.memory.close_fd()
+
+
+def honest_work(memory: Any, number: int) -> Work:
+    """A gather of the first 16 rows of one plane."""
+    row = memory.layout.row_bytes
+    return Work(
+        work=number,
+        scatter=False,
+        packed=(0, 0),
+        bounce=None,
+        pointers=np.array([memory.array.ctypes.data], "<i8").tobytes(),
+        planes=1,
+        token_pool=np.zeros(8, "<i4").tobytes(),
+        token_offset=(np.arange(8, dtype="<i8") * memory.layout.token_stride).tobytes(),
+        heads=1,
+        head_stride=row,
+        row_bytes=row,
+        checksum=False,
+        expected=None,
+        after=[],
+    )

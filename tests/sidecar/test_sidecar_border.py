@@ -15,7 +15,7 @@ from dataclasses import replace
 import msgspec
 import numpy as np
 import pytest
-from inside_rig import Liar, engines, one_sidecar, settings, write_registry
+from inside_rig import Liar, engines, honest_work, one_sidecar, settings, write_registry
 from sidecar_rig import DECODE, PAGES, PREFILL, TOKENS, engine_config, engine_memory
 
 from rdma_kv.client import Client
@@ -238,27 +238,6 @@ async def test_descriptors_that_are_sent_to_a_sidecar_are_not_taken(tmp_path):
 
 
 # --- a sidecar that lies -----------------------------------------------------------------------------------------------
-
-
-def honest_work(memory, number: int) -> Work:
-    """A gather of the first 16 rows of one plane."""
-    row = memory.layout.row_bytes
-    return Work(
-        work=number,
-        scatter=False,
-        packed=(0, 0),
-        bounce=None,
-        pointers=np.array([memory.array.ctypes.data], "<i8").tobytes(),
-        planes=1,
-        token_pool=np.zeros(8, "<i4").tobytes(),
-        token_offset=(np.arange(8, dtype="<i8") * memory.layout.token_stride).tobytes(),
-        heads=1,
-        head_stride=row,
-        row_bytes=row,
-        checksum=False,
-        expected=None,
-        after=[],
-    )
 
 
 def changed(message: Work, **changes) -> Work:

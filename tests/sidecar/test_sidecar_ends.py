@@ -3,32 +3,51 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
+import logging
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import weakref
-from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from inside_rig import Liar, engines, one_sidecar, write_registry
+from inside_rig import Liar, engines, honest_work, one_sidecar, settings, write_registry
 from sidecar_rig import DECODE, PAGES, PREFILL, TOKENS, engine_config, engine_memory
 
 from rdma_kv.client import Client, SyncClient
-from rdma_kv.errors import ClosedError, ConfigError, RdmaKvError, RemoteProtocolError, SidecarLostError
+from rdma_kv.deaths import own_process, started_ticks
+from rdma_kv.errors import (
+    ClosedError,
+    ConfigError,
+    LocalProtocolError,
+    RdmaKvError,
+    RemoteProtocolError,
+    SidecarLostError,
+)
 from rdma_kv.memory import SharedMemory
 from rdma_kv.protocol.link import Process
-from rdma_kv.sidecar import attachment, server
+from rdma_kv.sidecar import attachment, engine_client, interfaces, link, server
 from rdma_kv.sidecar.channel import Channel
 from rdma_kv.sidecar.facts import attach_of, layout_of, register_of
-from rdma_kv.sidecar.wire import Attached, Bye, Detach, Finish, Mapped, Push, Send, decode_of_sidecar, encode
+from rdma_kv.sidecar.listening import credentials
+from rdma_kv.sidecar.logs import TextLines
+from rdma_kv.sidecar.wire import (
+    Answer,
+    Attached,
+    Await,
+    Detach,
+    Finish,
+    Mapped,
+    Push,
+    Send,
+    Worked,
+    decode_of_sidecar,
+    encode,
+)
 from rdma_kv.types import Owned, ReplicaId, Role
 
 
@@ -53,7 +72,7 @@ def named(name: str):
 
 async def test_a_close_is_not_torn_apart_and_every_caller_waits_for_its_end(tmp_path):
     liar, client = await attached_to_liar(tmp_path)
-    link = client._link
+    connection = client._link
     first = asyncio.create_task(client.close())
     await liar.hear(named("Detach"))  # it waits for the end of the stream now
     second = asyncio.create_task(client.close())
@@ -63,11 +82,11 @@ async def test_a_close_is_not_torn_apart_and_every_caller_waits_for_its_end(tmp_
     for _ in range(5):
         await asyncio.sleep(0)
     assert not second.done(), "the sidecar has not closed our agent"
-    assert not link.ended.is_set()
+    assert not connection.ended.is_set()
     await liar.close()
     async with asyncio.timeout(10):
         await second
-    assert link.ended.is_set()
+    assert connection.ended.is_set()
 
 
 async def test_a_close_does_not_wait_as_long_as_a_call_may_take(tmp_path, monkeypatch):
@@ -99,8 +118,6 @@ async def test_a_block_that_ends_by_an_error_does_not_wait_as_long_as_its_call_m
 
     sending = asyncio.create_task(send())
     message = await liar.hear(named("Send"))
-    from rdma_kv.sidecar.wire import Answer
-
     liar.say(Answer(message.call, None))
     async with asyncio.timeout(5):
         with pytest.raises(ZeroDivisionError):
@@ -185,13 +202,13 @@ async def test_an_argument_that_no_message_can_carry_costs_its_own_call_alone(tm
     """And not the connection, with every call over it."""
     async with one_sidecar(tmp_path) as sidecar, engines(tmp_path, sidecar) as (clients, _):
         client = clients[Role.DECODE]
-        link = client._link
+        before = client._link
         with pytest.raises(ConfigError) as caught:
             await client.receive("k", 0, PAGES, **{"tokens": TOKENS, "timeout_s": 0.2} | options)
         assert caught.value.field == field
-        assert not link.calls
+        assert not before.calls
         assert (await client.stats())["transfers"] == 0
-        assert client._link is link
+        assert client._link is before
 
 
 async def test_numbers_of_numpy_are_durations_too(tmp_path):
@@ -300,19 +317,19 @@ async def test_connections_are_bounded(tmp_path, monkeypatch):
     """Attached or not: each agent has memory, a port and descriptors."""
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
     async with one_sidecar(tmp_path) as sidecar, engines(tmp_path, sidecar) as (clients, _):
-        third = Client(engine_config(Role.PREFILL, engine="more"), sidecar.config.socket, start_s=0.3)
+        third = Client(engine_config(Role.PREFILL, cluster="more"), sidecar.config.socket, start_s=0.3)
         with pytest.raises(SidecarLostError, match="2 connections are open"):
             await third.start()
         await third.close()
         await clients[Role.PREFILL].close()
-        async with Client(engine_config(Role.PREFILL, engine="more"), sidecar.config.socket):
+        async with Client(engine_config(Role.PREFILL, cluster="more"), sidecar.config.socket):
             pass
 
 
 async def test_an_engine_that_detaches_under_its_kernels_does_not_hold_the_sidecar(tmp_path, monkeypatch):
     """It says that none runs, and never answers for those that do. The next one can attach, and the sidecar can end."""
     monkeypatch.setattr(attachment, "DETACHED_S", 0.2)
-    async with one_sidecar(tmp_path) as sidecar, engines(tmp_path, sidecar) as (clients, memory):
+    async with one_sidecar(tmp_path) as sidecar, engines(tmp_path, sidecar) as (clients, _):
         await clients.pop(Role.PREFILL).close()
         channel, heard, news = await raw_engine(sidecar, tmp_path)
         (agent,) = [each for each in sidecar.attachments if each.id.role is Role.PREFILL]
@@ -341,23 +358,15 @@ async def test_a_work_that_ends_after_the_detach_is_heard(tmp_path):
         channel, _, _ = await raw_engine(sidecar, tmp_path)
         (agent,) = sidecar.attachments
         kernels = agent._engine.kernels
-        asking = asyncio.ensure_future(kernels._say(lambda number: attachment_await(number)))
+        asking = asyncio.ensure_future(kernels._say(lambda number: Await(number, [])))
         await asyncio.sleep(0)
         (work,) = kernels._pending
-        from rdma_kv.sidecar.wire import Worked
-
         channel.send(encode(Detach()))
         channel.send(encode(Worked(work, None, (0, 0))))
         async with asyncio.timeout(5):
             assert await asking is None
             await agent.ended.wait()
         await channel.close()
-
-
-def attachment_await(number: int):
-    from rdma_kv.sidecar.wire import Await
-
-    return Await(number, [])
 
 
 # --- the sidecar's end -------------------------------------------------------------------------------------------------
@@ -382,26 +391,31 @@ async def test_calls_that_are_cut_off_leave_no_complaint_of_the_loop(tmp_path):
             await receiving
 
 
-async def test_memory_of_an_agent_that_could_not_close_is_kept(tmp_path):
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "control"])
+async def test_memory_of_an_agent_that_could_not_close_is_kept(tmp_path, monkeypatch, caplog, fails):
     """The log says that it stays allocated: a transport may still write there."""
+    before = list(attachment._KEPT)
     async with one_sidecar(tmp_path) as sidecar, engines(tmp_path, sidecar) as (clients, _):
         (attached,) = [each for each in sidecar.attachments if each.id.role is Role.PREFILL]
-        (memory,) = attached._engine._memories
-        where = weakref.ref(memory)
-        del memory
-        close = attached.agent.close
-
-        async def fail() -> None:
-            await close()
-            raise OSError("the data plane does not end")
-
-        attached.agent.close = fail
+        ended, agent = attached.ended, attached.agent
+        where = weakref.ref(attached._engine._memories[0])
+        if fails:
+            monkeypatch.setattr(agent, "close", partial(close_and_fail, agent.close))
         await clients.pop(Role.PREFILL).close()
         async with asyncio.timeout(10):
-            await attached.ended.wait()
-        del attached, close, fail
-        gc.collect()
-        assert where() is not None
+            await ended.wait()
+    monkeypatch.undo()
+    del attached, agent
+    assert ("stays allocated" in caplog.text) == fails
+    caplog.clear()
+    gc.collect()
+    assert (where() is not None) == fails
+    attachment._KEPT[:] = before
+
+
+async def close_and_fail(close) -> None:
+    await close()
+    raise OSError("the data plane does not end")
 
 
 async def test_the_last_word_of_the_other_side_is_heard_though_it_reads_no_more():
@@ -418,3 +432,148 @@ async def test_the_last_word_of_the_other_side_is_heard_though_it_reads_no_more(
             await asyncio.sleep(0)
     assert heard[0] == b"why"
     assert isinstance(heard[1], SidecarLostError)
+
+
+# --- small things ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_client_that_is_dropped_each_time_does_not_hurry(tmp_path, monkeypatch):
+    """A sidecar that dies of each attach must not be busy with nothing else."""
+    monkeypatch.setattr(engine_client, "_FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(engine_client, "_LONGEST_PAUSE_S", 10.0)
+    liar, client = await attached_to_liar(tmp_path)
+    began = asyncio.get_running_loop().time()
+    for _ in range(5):
+        await liar.channel.close()
+        await liar.attach()
+    assert asyncio.get_running_loop().time() - began > 0.01 * (1 + 2 + 4 + 8 + 16)
+    await liar.close()
+    async with asyncio.timeout(10):
+        await client.close()
+
+
+async def test_a_kernel_that_does_not_end_keeps_staging_mapped(tmp_path, monkeypatch):
+    """It waits for an event that never fires: the client closes all the same, and does not say that it has ended."""
+    monkeypatch.setattr(link, "KERNELS_S", 0.1)
+    monkeypatch.setattr(link, "DETACH_S", 0.1)
+    liar, client = await attached_to_liar(tmp_path)
+    own, stuck = client._link, asyncio.Event()
+
+    async def gather(_work) -> None:
+        await stuck.wait()
+        raise LocalProtocolError("closed before the GPU was done; the memory is in use")
+
+    async def end_kernels() -> bool:
+        stuck.set()
+        return False
+
+    monkeypatch.setattr(client.kernels, "gather", gather)
+    monkeypatch.setattr(client._packer, "close", end_kernels)
+    memory = engine_memory(Role.DECODE)
+    client._pools.add(np.array([memory.array.ctypes.data]), np.array([memory.array.nbytes]))
+    liar.say(honest_work(memory, 1))
+    async with asyncio.timeout(10):
+        while not len(own._works):
+            await asyncio.sleep(0)
+        await client.close()
+    assert len(own._mappings) == 1
+    assert own in link._KEPT
+    async with asyncio.timeout(10):
+        await liar.hear(named("Detach"))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not [message for message in liar.heard if named("Worked")(message)]
+    assert liar.lost is None, "the end of the stream says that no kernel runs"
+    link._KEPT.remove(own)
+    own._channel.release()
+    await liar.close()
+
+
+async def test_what_is_refused_has_a_line_too(tmp_path, caplog):
+    caplog.set_level("INFO", logger="rdma_kv.sidecar")
+    async with one_sidecar(tmp_path) as sidecar, engines(tmp_path, sidecar) as (clients, _):
+        await sidecar.drain(0.0, lambda _: None)
+        with pytest.raises(SidecarLostError, match="draining"):
+            await clients[Role.DECODE].receive("k", 0, PAGES, tokens=TOKENS)
+    (facts,) = [record.facts for record in caplog.records if getattr(record, "facts", {}).get("event") == "transfer"]
+    assert (facts["verb"], facts["key"], facts["outcome"]) == ("receive", "k", "SidecarLostError")
+
+
+def test_a_key_cannot_forge_a_line_of_text():
+    record = logging.LogRecord("rdma_kv.x", logging.INFO, "f", 1, "send %s", ("a\nb\x1b[2J",), None)
+    record.facts = {"key": "a\r\nb\x85c"}
+    text = TextLines().format(record)
+    assert len(text.splitlines()) == 1
+    assert "\x1b" not in text
+
+
+def test_a_large_user_id_is_one():
+    """They are unsigned, in user namespaces and directories up to 4 billion."""
+    here, there = socket.socketpair()
+    with here, there:
+        assert credentials(here) == (os.getpid(), os.getuid())
+    sock = SimpleNamespace(getsockopt=lambda *_: struct.pack("=iII", 7, 3_000_000_000, 0))
+    assert credentials(sock) == (7, 3_000_000_000)
+
+
+async def test_a_transport_that_is_none_is_named_before_the_start(tmp_path):
+    sidecar = server.Sidecar(settings(tmp_path), transport="carrier pigeon")
+    with pytest.raises(ConfigError) as caught:
+        await sidecar.start()
+    assert caught.value.field == "transport"
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_interrupted_dump_of_addresses_is_noticed():
+    plain, interrupted = struct.pack("=IHHII", 16, 20, 2, 1, 0), struct.pack("=IHHII", 16, 20, 2 | 0x10, 1, 0)
+    assert not interfaces._is_interrupted(plain + plain)
+    assert interfaces._is_interrupted(plain + interrupted)
+
+
+@pytest.mark.parametrize("how", ["error", "cancelled"])
+async def test_what_the_caller_has_ended_itself_is_logged_as_that(tmp_path, caplog, how):
+    caplog.set_level("INFO", logger="rdma_kv.sidecar")
+
+    async def send(client: Client) -> None:
+        async with client.send("k", 0, PAGES, to=DECODE, tokens=TOKENS, timeout_s=20):
+            begun.set()
+            if how == "error":
+                raise ZeroDivisionError
+            await asyncio.Event().wait()
+
+    begun = asyncio.Event()
+    async with one_sidecar(tmp_path) as sidecar, engines(tmp_path, sidecar) as (clients, _):
+        sending = asyncio.create_task(send(clients[Role.PREFILL]))
+        await begun.wait()
+        if how == "cancelled":
+            sending.cancel()
+        with pytest.raises((ZeroDivisionError, asyncio.CancelledError)):
+            await sending
+    (facts,) = [record.facts for record in caplog.records if getattr(record, "facts", {}).get("event") == "transfer"]
+    assert (facts["verb"], facts["outcome"]) == ("send", "cancelled")
+
+
+async def test_an_agent_that_cannot_be_made_leaves_nothing_behind(tmp_path):
+    """No descriptor that watches over the engine's process, for instance."""
+
+    def fail(_name: str):
+        raise ConfigError("transport", "cannot be made")
+
+    child = await asyncio.create_subprocess_exec("sleep", "1000")
+    try:
+        process = Process(own_process().host, child.pid, started_ticks(child.pid))
+        async with server.Sidecar(settings(tmp_path), transport=fail) as sidecar:
+            before = len(os.listdir("/proc/self/fd"))
+            for _ in range(3):
+                reader, writer = await asyncio.open_unix_connection(sidecar.config.socket)
+                writer.write(encode(attach_of(engine_config(Role.PREFILL), None, process)))
+                async with asyncio.timeout(10):
+                    assert b"cannot be made" in await reader.read()
+                    writer.close()
+                    await writer.wait_closed()
+                    while sidecar.attachments:
+                        await asyncio.sleep(0)
+            assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        child.kill()
+        await child.wait()

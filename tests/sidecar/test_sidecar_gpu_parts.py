@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import subprocess
 
 import numpy as np
 import pytest
@@ -161,6 +162,21 @@ async def test_memory_of_a_gpu_is_free_only_when_the_lost_engine_has_let_go(monk
                 await ends.there.close()
             assert await ends.engine.kernels.close() is let_go
             await ends.close()
+        ends = Ends(process)  # the engine lives, and its kernels may: it was us who ended the stream
+        ends.here.lose(SidecarLostError("engine", "a frame beyond the limit"))
+        ends.engine.lose(SidecarLostError("engine", "a frame beyond the limit"))
+        assert await ends.engine.kernels.close() is False
+        await ends.close()
+        ends = Ends(process)  # a work is given up while the end is waited for
+        asking = asyncio.ensure_future(ends.engine.kernels.fired([]))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(ends.engine.kernels.close())
+        await asyncio.sleep(0)
+        ends.engine.lose(SidecarLostError("engine", "does not answer"))
+        assert await closing is False
+        with pytest.raises(SidecarLostError):
+            await asking
+        await ends.close()
         unseen = Ends(Process())  # in another process namespace
         unseen.engine.lose(SidecarLostError("engine", "the stream has ended"))
         await unseen.there.close()
@@ -177,3 +193,16 @@ async def test_memory_of_a_gpu_is_free_only_when_the_lost_engine_has_let_go(monk
         if child.returncode is None:
             child.kill()
         await child.wait()
+
+
+def test_a_process_that_is_dying_is_told_from_one_that_lives():
+    lives, ended = subprocess.Popen(["sleep", "1000"]), subprocess.Popen(["true"])
+    try:
+        os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it stays to be seen
+        assert not remote.is_exiting(lives.pid)
+        assert remote.is_exiting(ended.pid)
+    finally:
+        lives.kill()
+        lives.wait()
+        ended.wait()
+    assert remote.is_exiting(ended.pid)

@@ -19,6 +19,7 @@ import pytest
 
 from rdma_kv import errors
 from rdma_kv.cli.main import run
+from rdma_kv.config import Limits
 from rdma_kv.errors import (
     ChecksumError,
     ConfigError,
@@ -124,6 +125,18 @@ def test_a_pool_arrives_as_it_was(layout):
     np.testing.assert_array_equal(int64s("client", "addresses", told.addresses), addresses)
 
 
+def test_a_pool_may_be_said_with_numbers_of_numpy_and_any_name():
+    plain = KvLayout.nhd(layers=2, pages=4, page_size=16, heads=2, row_bytes=32)
+    layout = dataclasses.replace(
+        plain, num_pages=np.int64(4), page_stride=np.int64(plain.page_stride), name="\ud800" * 5000
+    )
+    message = register_of(
+        "kv", layout, np.array([4096]), np.array(layout.required_bytes()), Owned(np.int64(0), np.int32(0))
+    )
+    told = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Register)
+    assert dataclasses.replace(layout_of("client", told), name=plain.name) == plain
+
+
 def test_a_chunk_arrives_as_it_was():
     chunk = Chunk(
         1 << 20,
@@ -205,6 +218,42 @@ async def test_frames_and_descriptors_keep_their_order():
     await receiver.close()
 
 
+@pytest.mark.parametrize("ends", ["sent", "lost"])
+async def test_a_descriptor_that_waits_for_room_is_the_one_that_was_meant(ends):
+    """Its sender closes it, and its number is another file's when the other side reads at last."""
+    before = len(os.listdir("/proc/self/fd"))
+    here, there = socket.socketpair()
+    got: list[bytes] = []
+
+    def on_frame(body: bytes) -> None:
+        if body == b"f":
+            fd = receiver.fds.popleft()
+            got.append(os.pread(fd, 8, 0))
+            os.close(fd)
+
+    sender = Channel(here, name="a", on_frame=lambda _: None, on_lost=lambda _: None)
+    sender.send((4 << 20).to_bytes(4, "big") + bytes(4 << 20))  # more than the socket takes
+    meant = os.memfd_create("meant")
+    os.write(meant, b"meant")
+    sender.send(b"\0\0\0\1f", [meant])
+    os.close(meant)
+    other = os.memfd_create("other")
+    assert other == meant, "or this proves nothing"
+    os.write(other, b"other")
+    await asyncio.sleep(0)
+    if ends == "sent":
+        receiver = Channel(there, name="b", on_frame=on_frame, on_lost=lambda _: None, take_fds=True)
+        async with asyncio.timeout(10):
+            while not got:
+                await asyncio.sleep(0)
+        assert got == [b"meant"]
+        await receiver.close()
+    there.close()
+    sender.lose(SidecarLostError("b", "gone"))
+    os.close(other)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 async def test_descriptors_that_no_frame_names_end_the_channel_and_are_closed():
     here, there = socket.socketpair()
     lost: list[RdmaKvError] = []
@@ -262,6 +311,8 @@ def test_the_file_is_read(tmp_path):
     assert config.agent == (ListenAt("decode", 4, "0.0.0.0:7601"),)
     assert (config.staging.slots, config.timeouts.lease, config.drain_s) == (8, 20, 5)
     assert SidecarConfig(Path("a"), Path("b")).uids == {os.getuid()}
+    (tmp_path / "agent.toml").write_text(FILE + "[limits]\nhandshakes_per_s = 0.5\nungreeted = 7\n")
+    assert read_config(tmp_path / "agent.toml").limits == Limits(handshakes_per_s=0.5, ungreeted=7)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +320,9 @@ def test_the_file_is_read(tmp_path):
     [
         (("socket =", "socked ="), "config"),
         (('"ucx"', "7"), "config"),
+        (('"ucx"', '"ucxx"'), "transport"),
+        (("[1000, 0]", "[-1]"), "allowed_uids"),
+        (("slots = 8", "slots = 8.5"), "staging.slots"),
         (("allow_plaintext = true", ""), "listen"),
         (("0.0.0.0:7601", "0.0.0.0"), "agent.listen"),
         (("slots = 8", "slots = 1"), "staging.slots"),
@@ -358,6 +412,22 @@ async def test_probes_are_answered_and_others_are_not():
     with pytest.raises(ConfigError) as caught:
         await Health(lambda: True).start("{}:{}".format(*health.address))
     assert caught.value.field == "health"
+    await health.close()
+
+
+async def test_connections_that_say_nothing_do_not_keep_a_probe_out(monkeypatch):
+    monkeypatch.setattr("rdma_kv.sidecar.health._MOST", 2)
+    health = Health(lambda: True)
+    await health.start("127.0.0.1:0")
+    silent = [await asyncio.open_connection(*health.address) for _ in range(3)]
+    async with asyncio.timeout(1.0):  # less than they may stay silent
+        assert await silent[0][0].read() == b""
+        reader, writer = await asyncio.open_connection(*health.address)
+        writer.write(b"GET /readyz HTTP/1.1\r\n\r\n")
+        assert b" 200 OK" in await reader.read()
+    for _, each in [*silent, (reader, writer)]:
+        each.close()
+        await each.wait_closed()
     await health.close()
 
 

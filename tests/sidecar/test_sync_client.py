@@ -114,3 +114,18 @@ async def test_closing_ends_the_calls_of_other_threads(tmp_path):
         both.decode.close()
 
     await engine(tmp_path, work)
+
+
+async def test_two_threads_may_close_at_a_time(tmp_path):
+    def work(both: Pair) -> None:
+        with ThreadPoolExecutor(3) as threads:
+            call = threads.submit(both.decode.receive, "k", 0, PAGES, tokens=TOKENS)
+            while not both.decode._client._link.calls:
+                time.sleep(0.001)
+            closes = [threads.submit(both.decode.close) for _ in range(2)]
+            for close in closes:
+                close.result(timeout=30)
+            with pytest.raises(ClosedError):
+                call.result(timeout=30)
+
+    await engine(tmp_path, work)
