@@ -310,8 +310,8 @@ class Attachment:
         cause = error if isinstance(error, SidecarLostError) else SidecarLostError(self.who, str(error))
         if self._engine is not None:
             self._engine.lose(cause)
-            if self.agent is not None:
-                self.agent.abort(cause)
+        if self._calls is not None:
+            self._calls.lost(cause)
 
     async def _clean_up(self, error: RdmaKvError | None) -> None:
         began = time.monotonic()

@@ -128,10 +128,14 @@ class Calls:
         """Wait until no call runs."""
         await self._none.wait()
 
-    async def lose(self, error: RdmaKvError) -> None:
-        """The engine is gone: its calls fail, all participants hear of it, and nobody here waits for the caller."""
+    def lost(self, error: RdmaKvError) -> None:
+        """The engine is gone: that is the outcome of all its calls, also of one that has just come."""
         self.refusal = self._lost = error
         self._agent.abort(error)
+
+    async def lose(self, error: RdmaKvError) -> None:
+        """As `lost`. Its calls fail, all participants hear of it, and nobody here waits for the caller."""
+        self.lost(error)
         tasks = [running.task for running in self._running.values() if running.task is not None]
         for task in tasks:
             task.cancel()

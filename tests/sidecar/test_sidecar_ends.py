@@ -577,3 +577,17 @@ async def test_an_agent_that_cannot_be_made_leaves_nothing_behind(tmp_path):
     finally:
         child.kill()
         await child.wait()
+
+
+async def test_a_call_that_comes_with_the_end_has_a_line_too(tmp_path, caplog):
+    """Both are read at once, so the end is known before the call has begun."""
+    caplog.set_level("INFO", logger="rdma_kv.sidecar")
+    async with one_sidecar(tmp_path) as sidecar:
+        channel, heard, news = await raw_engine(sidecar, tmp_path)
+        pages = [np.array(PAGES, "<i8").tobytes()]
+        channel.send(encode(Send(1, "k", 0, 0, pages, (0, TOKENS), None, 30.0)))
+        channel.send(struct.pack(">I", 1) + b"\xc1")
+        await until(heard, news, named("Bye"))
+        await channel.close()
+    (facts,) = [record.facts for record in caplog.records if getattr(record, "facts", {}).get("event") == "transfer"]
+    assert (facts["key"], facts["outcome"]) == ("k", "SidecarLostError")
