@@ -44,8 +44,8 @@ def test_the_health_check_asks_where_the_sidecar_answers():
 
 
 def test_a_container_is_not_killed_while_it_drains():
-    grace_s = float(re.search(r"stop_grace_period: (\d+)s # more than the drain", COMPOSE)[1])
-    assert grace_s > CONFIG.drain_s
+    grace_s = float(re.search(r"stop_grace_period: (\d+)s # more than drain_s and quiesce", COMPOSE)[1])
+    assert grace_s >= CONFIG.drain_s + CONFIG.timeouts.quiesce + 5
 
 
 def test_the_socket_lies_on_the_shared_volume():
