@@ -11,8 +11,8 @@ import os
 import sys
 
 from demo_line import spec_of
-from rdma_kv.client import Client
 
+from rdma_kv.client import Client
 from rdma_kv.demo.model import warm
 from rdma_kv.demo.replica import Replica, _answer, model_thread
 from rdma_kv.demo.wire import Channel, Go, Started, Stop
