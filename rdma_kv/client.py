@@ -18,8 +18,7 @@ from typing import Any, Self, TypeVar
 from rdma_kv.errors import ClosedError, LocalProtocolError, RdmaKvError
 from rdma_kv.layout import KvLayout
 from rdma_kv.receiving import Received
-from rdma_kv.sending import CudaEvent
-from rdma_kv.session import AgentConfig, TokenRange
+from rdma_kv.session import AgentConfig, CudaEvent, TokenRange
 from rdma_kv.sidecar.engine_client import Client
 from rdma_kv.sidecar.engine_sending import ClientSending
 from rdma_kv.types import ReplicaId

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -17,18 +17,12 @@ from rdma_kv.peer import Peer
 from rdma_kv.planner import Route, Tiling
 from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.outgoing import OutgoingTransfer
-from rdma_kv.session import Call, Session, Shell, TokenRange, check_event, interval, is_cuda_event
+from rdma_kv.session import Call, CudaEvent, Session, Shell, TokenRange, interval, until_ready
 from rdma_kv.types import Interval, ReplicaId
 
 logger = logging.getLogger(__name__)
 
 MAX_METADATA_BYTES = MAX_FRAME_BYTES // 2
-
-
-class CudaEvent(Protocol):
-    """What is needed of a `torch.cuda.Event` that was recorded."""
-
-    def query(self) -> bool: ...
 
 
 class _Push(NamedTuple):
@@ -124,14 +118,7 @@ class Sending:
             LocalProtocolError: pushed already, or the block has ended.
             RdmaKvError: the transfer has failed meanwhile.
         """
-        event = None
-        if is_cuda_event(ready):
-            check_event("ready", ready, config=self._shell.config)
-            event = ready
-        elif isinstance(ready, asyncio.Event):
-            await ready.wait()
-        elif ready is not None:
-            await cast(Awaitable[Any], ready)
+        event = await until_ready(ready, config=self._shell.config)
         if self._state != "open":
             raise LocalProtocolError("push outside of the `async with` block")
         if self._session.error is not None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 from rdma_kv.config import GpuConfig, Limits, StagingConfig, Timeouts
 from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, RdmaKvError, TransferAborted, TransferTimeout
@@ -202,6 +202,12 @@ def interval(name: str, span: TokenRange) -> Interval:
     return Interval(start, end)
 
 
+class CudaEvent(Protocol):
+    """What is needed of a `torch.cuda.Event` that was recorded."""
+
+    def query(self) -> bool: ...
+
+
 def is_cuda_event(value: object) -> bool:
     """Whether it is a `torch.cuda.Event`, or works as one: this process need not have torch."""
     return all(callable(getattr(value, name, None)) for name in ("record", "query", "wait"))
@@ -219,6 +225,24 @@ def check_event(name: str, value: object, *, config: AgentConfig) -> None:
         raise ConfigError(name, "is a CUDA event, and the pools are in host memory; set AgentConfig.gpu")
     if getattr(value, "cuda_event", 1) == 0:
         raise ConfigError(name, "was never recorded; record it behind the kernels that fill the pages")
+
+
+async def until_ready(
+    ready: asyncio.Event | Awaitable[Any] | CudaEvent | None, *, config: AgentConfig
+) -> CudaEvent | None:
+    """Await what a push waits for. A CUDA event is not awaited but returned: the GPU waits for it.
+
+    Raises:
+        ConfigError: `ready` is a CUDA event that cannot be waited for.
+    """
+    if is_cuda_event(ready):
+        check_event("ready", ready, config=config)
+        return cast(CudaEvent, ready)
+    if isinstance(ready, asyncio.Event):
+        await ready.wait()
+    elif ready is not None:
+        await cast(Awaitable[Any], ready)
+    return None
 
 
 class Call(NamedTuple):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 from rdma_kv.bench.goals import Meter, Missing
-from rdma_kv.bench.gpu import about, check_parts, missing_gpus
+from rdma_kv.bench.gpu import GpuOptions, about, missing_gpus
 from rdma_kv.bench.gpu_links import Link, Way
 from rdma_kv.bench.gpu_rounds import Step, faster, run_rounds, whole_part
 from rdma_kv.bench.gpu_steps import (
@@ -22,7 +22,7 @@ from rdma_kv.bench.gpu_steps import (
 from rdma_kv.bench.gpu_team import Team, TeamSpec, team
 from rdma_kv.bench.multigpu_peer import ROW_BYTES, SIZES, measure_peers
 from rdma_kv.bench.rows import Row
-from rdma_kv.errors import ConfigError, RdmaKvError
+from rdma_kv.errors import RdmaKvError
 from rdma_kv.kernels.programs import LANE_GB_S, programs_for
 
 PEER, PAIR, CROSSING = "peer", "pair", "crossing"
@@ -35,31 +35,10 @@ GOAL_BACKEND = "nixl"
 
 
 @dataclass(frozen=True, slots=True)
-class MultiGpuOptions:
-    """What `rdma-kv bench multigpu` was asked for; as `GpuOptions`.
+class MultiGpuOptions(GpuOptions):
+    """What `rdma-kv bench multigpu` was asked for; as `GpuOptions`, with parts of its own."""
 
-    Attributes:
-        parts: of `PARTS`; none is all.
-    """
-
-    repetitions: int = 15
-    quick: bool = False
-    commit: str = ""
-    parts: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.repetitions < 1:
-            raise ConfigError("--repetitions", f"{self.repetitions} is not positive")
-        check_parts(self.parts, PARTS)
-
-    @property
-    def rounds(self) -> int:
-        return min(self.repetitions, 5) if self.quick else self.repetitions
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        """The parts to run."""
-        return self.parts or PARTS
+    known: ClassVar[tuple[str, ...]] = PARTS
 
 
 @dataclass(frozen=True, slots=True)

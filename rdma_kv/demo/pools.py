@@ -264,8 +264,11 @@ class RankPool:
         """A pool with buffers of its own and the same content and pattern, for controls that damage it."""
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        twin.buffers = [buffer.copy() for buffer in self.buffers]
+        twin.buffers = self._copies()
         return twin
+
+    def _copies(self) -> list[Any]:
+        return [buffer.copy() for buffer in self.buffers]
 
     def _in_host_memory(self) -> list[KvArray]:
         """The buffers, to be looked at."""
@@ -365,12 +368,8 @@ class TensorPool(RankPool):
                 shard[layer, kv] = self._engine.plane(self.buffers, layer, kv, d)[page, offset].cpu().numpy()
         return shard
 
-    def copy(self) -> RankPool:
-        """As `RankPool.copy`, on the same device."""
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
-        twin.buffers = [buffer.clone() for buffer in self.buffers]
-        return twin
+    def _copies(self) -> list[Any]:
+        return [buffer.clone() for buffer in self.buffers]
 
     def _in_host_memory(self) -> list[KvArray]:
         return [buffer.cpu().numpy() for buffer in self.buffers]

@@ -6,15 +6,15 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import msgspec
 
 from rdma_kv.entry import StageTimes
 from rdma_kv.errors import LocalProtocolError, RdmaKvError
 from rdma_kv.messages import MAX_TEXT
-from rdma_kv.sending import CudaEvent, metadata_problem
-from rdma_kv.session import AgentConfig, TokenRange, check_event, interval, is_cuda_event
+from rdma_kv.sending import metadata_problem
+from rdma_kv.session import AgentConfig, CudaEvent, TokenRange, interval, until_ready
 from rdma_kv.sidecar.facts import fault_of, sendable
 from rdma_kv.sidecar.link import RunningCall
 from rdma_kv.sidecar.wire import Abort, Cancel, Finish, Push
@@ -89,14 +89,7 @@ class ClientSending:
             LocalProtocolError: pushed already, or the block has ended.
             RdmaKvError: the transfer has failed meanwhile.
         """
-        event = None
-        if is_cuda_event(ready):
-            check_event("ready", ready, config=self._config)
-            event = ready
-        elif isinstance(ready, asyncio.Event):
-            await ready.wait()
-        elif ready is not None:
-            await cast(Awaitable[Any], ready)
+        event = await until_ready(ready, config=self._config)
         if self._state != "open" or self._run is None:
             raise LocalProtocolError("push outside of the `async with` block")
         if self._run.error is not None:

@@ -63,7 +63,13 @@ from rdma_kv.transport.nixl_metadata import Blob, decode
 from rdma_kv.transport.nixl_owner import BACKEND, Nixl, Owner, fail, load_nixl
 from rdma_kv.transport.outcomes import failed
 from rdma_kv.transport.regions import RegionTable
-from rdma_kv.transport.ucx_environment import choose_lane, host_id, prepare_ucx_environment, usable_lanes
+from rdma_kv.transport.ucx_environment import (
+    choose_lane,
+    host_id,
+    kernels_differ,
+    prepare_ucx_environment,
+    usable_lanes,
+)
 from rdma_kv.transport.ucx_lanes import GUARD, shares_no_host_memory
 from rdma_kv.types import Region
 
@@ -320,7 +326,7 @@ class NixlEndpoint(ListeningEndpoint):
         await future
         self._host_lane = choose_lane(core.lanes, blob.lanes, same_host=blob.host == core.host != "")
         self._device_lane, self._device_memory_there = device_lane, on_device
-        apart = _kernel(blob.host) != _kernel(core.host) and bool(blob.host) and bool(core.host)
+        apart = kernels_differ(blob.host, core.host)
         self._only_tcp = self._host_lane == "tcp" and (core.no_shared_memory or apart)
 
     def _future(self) -> asyncio.Future[None]:
@@ -458,8 +464,3 @@ class NixlTransport:
         if self._closing is not None:
             raise ClosedError(f"transport {self._name} is closed")
         return self._core
-
-
-def _kernel(host: str) -> str:
-    """The part of a `host_id` that two processes share only on one kernel."""
-    return host.partition("/")[0]

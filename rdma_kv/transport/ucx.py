@@ -48,7 +48,7 @@ from rdma_kv.transport.outcomes import failed
 from rdma_kv.transport.regions import RegionTable
 from rdma_kv.transport.ucx_binding import BACKEND
 from rdma_kv.transport.ucx_core import Core, open_context
-from rdma_kv.transport.ucx_environment import choose_lane
+from rdma_kv.transport.ucx_environment import choose_lane, kernels_differ
 from rdma_kv.transport.ucx_lanes import device_lane_of, lane_of, way_of
 from rdma_kv.transport.ucx_library import UcxLibrary, load_ucx
 from rdma_kv.transport.ucx_link import UcxLink
@@ -269,7 +269,7 @@ class UcxEndpoint(ListeningEndpoint):
         """Name the lanes, and say whether the peer's bytes come by tcp alone: its choice need not be ours."""
         core = self._core
         chosen = [name for name, _ in self.transports]
-        apart = _kernel(host) != _kernel(core.host) and bool(host) and bool(core.host)
+        apart = kernels_differ(host, core.host)
         allowed = choose_lane(core.lanes, lanes, same_host=host == core.host != "")
         self._host_lane = allowed if lane_of(chosen) == "unknown" else lane_of(chosen)
         self._only_tcp = core.no_shared_memory or (allowed == self._host_lane == "tcp" and apart)
@@ -396,11 +396,6 @@ class UcxTransport:
         if self._closing is not None:
             raise ClosedError(f"transport {self._name} is closed")
         return self._core
-
-
-def _kernel(host: str) -> str:
-    """The part of a `host_id` that two processes share only on one kernel."""
-    return host.partition("/")[0]
 
 
 def _settle(future: asyncio.Future[None], error: TransportError | None) -> None:

@@ -53,6 +53,11 @@ def host_id() -> str:
         return ""
 
 
+def kernels_differ(one: str, other: str) -> bool:
+    """Whether two `host_id`s are surely of two kernels, so that their processes share no memory."""
+    return bool(one) and bool(other) and one.partition("/")[0] != other.partition("/")[0]
+
+
 def usable_lanes(
     environ: Mapping[str, str], *, infiniband: Path = INFINIBAND, ptrace: Path = _PTRACE_SCOPE, cuda: bool = False
 ) -> list[str]:
