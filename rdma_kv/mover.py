@@ -653,7 +653,7 @@ class Mover:
             self._perform(entry, machine.write_failed(slot, error, self._now(), posted=posted))
             raise
         entry.times.write += self._now() - begin
-        self.lanes.add(self._use_lane(peer.endpoint, on_device=peer.device_staging))
+        self.lanes.add(self._use_lane(peer, peer.endpoint))
         self._perform(entry, machine.written(slot, self._now()))
 
     async def _scatter(self, entry: Entry, slot: SlotRef, box: Box, checksum: int | None) -> None:
@@ -661,7 +661,7 @@ class Mover:
         assert isinstance(machine, IncomingTransfer)
         begin = self._now()
         if entry.peer.endpoint is not None:
-            self._use_lane(entry.peer.endpoint, on_device=entry.peer.device_staging)
+            self._use_lane(entry.peer, entry.peer.endpoint)
         if (error := await self._until_free(entry)) is not None:
             self._perform(entry, machine.scatter_failed(slot, error, self._now()))
             return
@@ -718,11 +718,13 @@ class Mover:
                 self._growth.request(peer_name)  # in place of what was retired
             self._turns.hand_out()
 
-    def _use_lane(self, endpoint: Endpoint, *, on_device: bool) -> str:
+    def _use_lane(self, peer: Peer, endpoint: Endpoint) -> str:
         """What carries the KV of a link, in honest words. Kernels must outrun it."""
         lane = endpoint.lane
-        if self._gpu is not None and not on_device:
+        if self._gpu is not None and not peer.device_staging:
             lane = f"pinned+{endpoint.host_lane}"
+        elif lane == "unknown":  # to NIXL's side that only receives; the handshake told
+            lane = peer.device_lane or lane
         if lane not in self._used_lanes:
             self._used_lanes.add(lane)
             self._packer.use_lane(lane)

@@ -121,7 +121,7 @@ class Peer:
 
     Attributes:
         transport: the data plane that both sides chose for this link.
-        device_staging: KV passes through staging on the GPUs of both sides, rather than in host memory.
+        device_lane: by which KV goes between staging on the GPUs of both sides; empty where it is in host memory.
         endpoint: the data link; None until a transfer needs it.
         regions: where its staging lies; None until it told us.
         writable: done when the data link can be written to, or cannot be and `unwritable` says why.
@@ -139,7 +139,7 @@ class Peer:
     connection: Connection
     numbers: Numbers
     transport: str
-    device_staging: bool = False
+    device_lane: str = ""
     endpoint: Endpoint | None = None
     regions: Regions | None = None
     writable: asyncio.Task[None] | None = None
@@ -160,6 +160,11 @@ class Peer:
     @property
     def id(self) -> AgentId:
         return self.identity.id
+
+    @property
+    def device_staging(self) -> bool:
+        """Whether KV passes through staging on the GPUs of both sides, rather than in host memory."""
+        return bool(self.device_lane)
 
     @property
     def may_post(self) -> bool:
@@ -648,7 +653,7 @@ class Links:
         self._border.know(connection.address)
         again = remote.incarnation in self._numbers.get(remote.id, {})
         numbers = self._numbers_of(remote)
-        peer = Peer(remote, connection, numbers, link.transport, link.device_staging, close=self._close_peer)
+        peer = Peer(remote, connection, numbers, link.transport, link.device_lane, close=self._close_peer)
         self._peers[remote.id] = peer
         life = link.liveness(now, now if hello_at is None else hello_at)
         peer.pulse = Pulse(life, peer.send, lambda state: self._life_changed(peer, state))

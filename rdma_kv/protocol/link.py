@@ -183,13 +183,12 @@ class Link:
         return "" if self.control_only else choose_transport(self.own, self.remote)
 
     @property
-    def device_staging(self) -> bool:
-        """Whether KV of this link passes through staging on the GPUs of both sides, rather than in host memory.
-
-        Only once it is up.
+    def device_lane(self) -> str:
+        """The lane by which KV of this link goes between staging on the GPUs of both sides: `cuda_ipc` or `rdma`; empty
+        where it passes through host memory. Only once it is up.
         """
         assert self.remote is not None
-        return not self.control_only and writes_devices(self.own, self.remote, self.transport)
+        return "" if self.control_only else device_lane(self.own, self.remote, self.transport)
 
     @property
     def control_only(self) -> bool:
@@ -423,7 +422,7 @@ def choose_transport(own: Identity, remote: Identity) -> str:
     prefill, decode = (own, remote) if own.id.role is Role.PREFILL else (remote, own)
     common = [transport for transport in prefill.transports if transport in decode.transports]
     if common:
-        return next((transport for transport in common if writes_devices(own, remote, transport)), common[0])
+        return next((transport for transport in common if device_lane(own, remote, transport)), common[0])
     text = (
         f"prefill has {', '.join(map(repr, prefill.transports))}, decode has {', '.join(map(repr, decode.transports))}, "
         "and none is common; set the same transport on both sides, or auto on both and install what one side lacks"
@@ -431,14 +430,16 @@ def choose_transport(own: Identity, remote: Identity) -> str:
     raise IncompatiblePeerError(str(remote.id), "transport", text)
 
 
-def writes_devices(own: Identity, remote: Identity, transport: str) -> bool:
-    """Whether a transport leads from staging on a GPU of one side to staging on a GPU of the other: by cuda_ipc between two
-    processes of one host, or by rdma. The same, whichever side asks."""
+def device_lane(own: Identity, remote: Identity, transport: str) -> str:
+    """The lane of a transport from staging on a GPU of one side to staging on a GPU of the other: `cuda_ipc` between two
+    processes of one host, `rdma`, or empty, if there is none. The same, whichever side asks."""
     if transport not in own.device_transports or transport not in remote.device_transports:
-        return False
+        return ""
     lanes = set(own.device_lanes) & set(remote.device_lanes)
     apart = own.process.host == remote.process.host != "" and own.process.pid != remote.process.pid
-    return "rdma" in lanes or ("cuda_ipc" in lanes and apart)
+    if "cuda_ipc" in lanes and apart:
+        return "cuda_ipc"
+    return "rdma" if "rdma" in lanes else ""
 
 
 def component_facts(component: Component, page_size: int) -> ComponentFacts:

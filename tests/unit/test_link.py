@@ -280,29 +280,40 @@ BOTH = {"transports": ("ucx", "nixl"), "device_transports": ("ucx", "nixl"), "de
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode_", "transport", "on_device"),
+    ("prefill", "decode_", "transport", "lane"),
     [
-        (BOTH, BOTH, "ucx", True),
-        (BOTH, {**BOTH, "device_transports": ("nixl",)}, "nixl", True),  # before one that would go through the hosts
-        (BOTH, {**BOTH, "device_transports": ()}, "ucx", False),
-        (BOTH, {"transports": ("nixl",)}, "nixl", False),  # an agent without a GPU
-        (BOTH, {**BOTH, "device_lanes": ()}, "ucx", False),
-        (BOTH, {**BOTH, "device_lanes": ("rdma",)}, "ucx", False),
-        (BOTH, {**BOTH, "process": Process("another host", 1, 1)}, "ucx", False),
+        (BOTH, BOTH, "ucx", "cuda_ipc"),
+        (
+            BOTH,
+            {**BOTH, "device_transports": ("nixl",)},
+            "nixl",
+            "cuda_ipc",
+        ),  # before one that would go through the hosts
+        (BOTH, {**BOTH, "device_transports": ()}, "ucx", ""),
+        (BOTH, {"transports": ("nixl",)}, "nixl", ""),  # an agent without a GPU
+        (BOTH, {**BOTH, "device_lanes": ()}, "ucx", ""),
+        (BOTH, {**BOTH, "device_lanes": ("rdma",)}, "ucx", ""),
+        (BOTH, {**BOTH, "process": Process("another host", 1, 1)}, "ucx", ""),
         (
             {**BOTH, "device_lanes": ("cuda_ipc", "rdma")},
             {**BOTH, "device_lanes": ("rdma",), "process": Process("another host", 1, 1)},
             "ucx",
-            True,
+            "rdma",
         ),
-        ({**BOTH, "process": Process()}, {**BOTH, "process": Process()}, "ucx", False),  # hosts that are not known
-        (BOTH, {**BOTH, **ON_ONE_HOST}, "ucx", False),  # one process, within which there is no cuda_ipc
+        (
+            {**BOTH, "device_lanes": ("cuda_ipc", "rdma")},
+            {**BOTH, "device_lanes": ("rdma", "cuda_ipc")},
+            "ucx",
+            "cuda_ipc",  # of both the faster one
+        ),
+        ({**BOTH, "process": Process()}, {**BOTH, "process": Process()}, "ucx", ""),  # hosts that are not known
+        (BOTH, {**BOTH, **ON_ONE_HOST}, "ucx", ""),  # one process, within which there is no cuda_ipc
     ],
 )
-def test_both_sides_choose_the_same_staging(prefill, decode_, transport: str, on_device: bool):
+def test_both_sides_choose_the_same_staging(prefill, decode_, transport: str, lane: str):
     links = shake(side(**{**ON_ONE_HOST, **prefill}), side(Role.DECODE, **{**BESIDE, **decode_}))
     assert [link.transport for link in links] == [transport] * 2
-    assert [link.device_staging for link in links] == [on_device] * 2
+    assert [link.device_lane for link in links] == [lane] * 2
 
 
 @pytest.mark.parametrize("dialed_by", ["prefill", "decode"])
