@@ -16,13 +16,13 @@ To hand over costs the loop a few microseconds: the thread is woken only if it w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from rdma_kv import pauses
 from rdma_kv.kernels.device import Event
 from rdma_kv.kernels.schedule import Watch
 
@@ -30,18 +30,10 @@ SHORTEST_S: Final = 100e-6
 LONGEST_S: Final = 4e-3
 """Of a pause between two looks at what is late."""
 
-_PR_SET_TIMERSLACK: Final = 29
-_TIMER_SLACK_NS: Final = 1000
-"""By which the kernel may prolong a sleep of this thread. The usual 50,000 would prolong the short ones by half."""
-
 
 def pause_s(watched: Sequence[Watch], now: float) -> float:
     """How long to sleep before any of the events is worth a look."""
-    pause = math.inf
-    for _, due in watched:
-        late = now - due
-        pause = min(pause, -late if late < 0 else min(late / 8, LONGEST_S))
-    return max(pause, SHORTEST_S)
+    return min([pauses.pause_s(now - due, SHORTEST_S, LONGEST_S) for _, due in watched], default=math.inf)
 
 
 class Poller:
@@ -98,7 +90,7 @@ class Poller:
     # --- on the thread -------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        _shorten_sleeps()
+        pauses.sharpen_sleeps()
         with contextlib.suppress(Exception):  # the device has failed: then events cannot be asked either
             self._enter()
         while not self._ended:
@@ -131,9 +123,3 @@ def _fired(event: Event) -> bool:
         return event.query()
     except Exception:  # noqa: BLE001 - the loop finds out what it is
         return True
-
-
-def _shorten_sleeps() -> None:
-    """Of this thread. Elsewhere than on Linux they are as long as they are."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, ctypes.c_ulong(_TIMER_SLACK_NS), 0, 0, 0)

@@ -4,8 +4,9 @@ Theory of operation. NIXL's calls hold the GIL or block, it has no event to wait
 its calls. So one thread owns all of them. It takes jobs from a queue and answers on the event loop, by
 `call_soon_threadsafe` only. Between jobs it gives each *active* link (one that listens, has a WRITE pending, or
 connects) a turn: post a little, ask for completions and notifications. When no link is active it blocks on the queue:
-idle costs nothing. When turns bring nothing it spins briefly, then sleeps on the queue, longer each time up to 1 ms, so
-that it wakes at once for a job and leaves the GIL to others.
+idle costs nothing. When turns bring nothing it spins briefly, then sleeps on the queue, so that it wakes at once for a
+job and leaves the GIL to others: an eighth of the time since something moved, and 1 ms at most. So what comes is noticed
+late by an eighth of what it took, and to listen for long costs a thousand short looks a second.
 
 A NIXL agent is destroyed with the last reference to it, and only that ends what it posted. Frames of a traceback are
 such references, and whoever keeps an exception keeps them: so no exception leaves this thread with its frames' locals,
@@ -22,6 +23,7 @@ import logging
 import logging.config
 import queue
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -32,11 +34,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rdma_kv.errors import ConfigError, TransportError
+from rdma_kv.pauses import pause_s, sharpen_sleeps
 
 BACKEND = "nixl"
 MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports torch
 _SPINS = 20  # turns without sleep after the last movement: some 0.2 ms, a small WRITE's latency
-_FIRST_PAUSE_S = 50e-6
+_SHORTEST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
 _EXIT_JOIN_S = 2.0  # how long a process that forgot `close` waits for the thread at its exit
 
@@ -207,6 +210,7 @@ class Owner:
         self._links: list[Turnable] = []
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._fruitless = 0
+        self._moved_at_s = 0.0
 
     @property
     def thread(self) -> threading.Thread:
@@ -272,17 +276,20 @@ class Owner:
             self._links.remove(link)
 
     def _run(self) -> None:
+        sharpen_sleeps()
         while True:
             try:
                 job = self._next_job()
             except queue.Empty:
                 moved = [_turn(link) for link in tuple(self._links) if link.active]
-                self._fruitless = 0 if any(moved) else self._fruitless + 1
+                self._fruitless += 1
+                if any(moved):
+                    self._note_movement()
                 continue
             if job is None:
                 break
-            self._fruitless = 0
             job()
+            self._note_movement()
         for link in tuple(self._links):
             link.close()
 
@@ -295,9 +302,13 @@ class Owner:
         if not any(link.active for link in self._links):
             return self._jobs.get()
         if self._fruitless < _SPINS:
+            time.sleep(0)  # the loop may have been woken, and wait for the GIL
             return self._jobs.get_nowait()
-        doublings = min(self._fruitless - _SPINS, 10)
-        return self._jobs.get(timeout=min(_FIRST_PAUSE_S * 2**doublings, _LONGEST_PAUSE_S))
+        since_s = time.monotonic() - self._moved_at_s
+        return self._jobs.get(timeout=pause_s(since_s, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
+
+    def _note_movement(self) -> None:
+        self._fruitless, self._moved_at_s = 0, time.monotonic()
 
     def _halt(self) -> None:
         self._jobs.put(None)

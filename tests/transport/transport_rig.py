@@ -110,8 +110,10 @@ class LagMeter:
 
     def __init__(self) -> None:
         self.lags_s: list[float] = []
+        self._due = 0.0
 
     async def __aenter__(self) -> LagMeter:
+        self._due = time.perf_counter() + 0.001
         self._task = asyncio.create_task(self._measure())
         return self
 
@@ -119,12 +121,16 @@ class LagMeter:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+        self._note()  # the sleeper that was not woken any more
 
     async def _measure(self) -> None:
         while True:
-            due = time.perf_counter() + 0.001
+            self._due = time.perf_counter() + 0.001
             await asyncio.sleep(0.001)
-            self.lags_s.append(max(0.0, time.perf_counter() - due))
+            self._note()
+
+    def _note(self) -> None:
+        self.lags_s.append(max(0.0, time.perf_counter() - self._due))
 
     @property
     def p99_s(self) -> float:
