@@ -9,15 +9,18 @@ multiples of 16 bytes, which is what the first call told the compiler.
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
 import triton
 from triton.runtime import driver
 
+from rdma_kv.cuda import Cuda
 from rdma_kv.errors import ConfigError
 from rdma_kv.kernels.device import NotCompiled
 from rdma_kv.kernels.feed import AlwaysPassed, Feed
@@ -39,6 +42,12 @@ _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) >= (3, 
 _HERE: AbstractContextManager[None] = nullcontext()
 
 
+@cache
+def _cuda() -> Cuda:
+    """libcuda, for as long as the process lives: torch holds the contexts."""
+    return Cuda()
+
+
 class Queue:
     """A stream of a device. `of` gives the same for the same.
 
@@ -52,7 +61,10 @@ class Queue:
     def __init__(self, device: torch.device, handle: int) -> None:
         self.device, self.handle = device, handle
         self.index = -1 if device.type == "cpu" else device.index
-        self.feed = Feed(device, AlwaysPassed if device.type == "cpu" else torch.cuda.Event)
+        if self.index < 0:
+            self.feed = Feed(device, AlwaysPassed, ctypes.memmove)
+        else:
+            self.feed = Feed(device, torch.cuda.Event, _cuda().copier(handle))
 
     def current(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
         """Make device and stream those that torch uses in this thread; `stream` is this one's, None the current one."""

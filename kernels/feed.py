@@ -24,9 +24,11 @@ import torch
 
 from rdma_kv.kernels.launch import Int64Array
 
-SHEET_ITEMS = 16 << 10
-"""Of a sheet, at least: 128 KiB, tables of some twenty launches of 4 MiB."""
-_KEPT_VIEWS = 64
+SHEET_ITEMS = 64 << 10
+"""Of a sheet, at least: 512 KiB, tables of some eighty launches of 4 MiB, or of one of 512 MiB."""
+
+Copy = Callable[[int, int, int], object]
+"""Queues a copy to one address from another of so many bytes on a feed's stream; its device is current."""
 
 
 class Mark(Protocol):
@@ -57,21 +59,12 @@ class Sheet:
         used: items, by copies since it fired.
     """
 
-    __slots__ = ("_views", "array", "copied", "host", "used")
+    __slots__ = ("address", "array", "copied", "host", "used")
 
     def __init__(self, host: torch.Tensor, copied: Mark) -> None:
         self.host, self.copied, self.used = host, copied, 0
+        self.address = host.data_ptr()
         self.array: Int64Array = host.numpy()
-        self._views: dict[tuple[int, int], torch.Tensor] = {}
-
-    def view(self, begin: int, end: int) -> torch.Tensor:
-        """`host[begin:end]`. Kept, as launches are much alike and a slice of a tensor costs as much as ten of an array."""
-        found = self._views.get((begin, end))
-        if found is None:
-            if len(self._views) >= _KEPT_VIEWS:
-                self._views.clear()
-            found = self._views[begin, end] = self.host[begin:end]
-        return found
 
 
 class Feed:
@@ -80,20 +73,20 @@ class Feed:
     Args:
         device: whose launches it feeds.
         mark: makes what a sheet is guarded by.
+        copy: what queues a copy. Torch's own would record an event for each of them, to guard what sheets guard.
 
     Attributes:
         lock: of whoever writes, copies and launches.
     """
 
-    def __init__(self, device: torch.device, mark: Callable[[], Mark]) -> None:
+    def __init__(self, device: torch.device, mark: Callable[[], Mark], copy: Copy) -> None:
         self.lock = threading.Lock()
-        self._device, self._mark = device, mark
+        self._device, self._mark, self._copy = device, mark, copy
         self._sheet: Sheet | None = None
         self._line: deque[Sheet] = deque()  # under way, in the order of their copies
         self._free: list[Sheet] = []
         self._there: torch.Tensor | None = None
         self._items = 0  # of `_there`
-        self._views: dict[int, torch.Tensor] = {}  # its beginnings, by length
 
     @property
     def sheets(self) -> int:
@@ -114,11 +107,8 @@ class Feed:
         begin, end = sheet.used, sheet.used + size
         write(sheet.array[begin:end])
         sheet.used = end + end % 2  # before the copy: should it fail halfway, nobody else writes there
-        if keep:
-            there = to = torch.empty(size, dtype=torch.int64, device=self._device)
-        else:
-            there, to = self._memory(size)
-        to.copy_(sheet.view(begin, end), non_blocking=True)
+        there = torch.empty(size, dtype=torch.int64, device=self._device) if keep else self._memory(size)
+        self._copy(there.data_ptr(), sheet.address + 8 * begin, 8 * size)
         return there
 
     def _turned(self, size: int) -> Sheet:
@@ -137,19 +127,13 @@ class Feed:
         self._sheet = sheet
         return sheet
 
-    def _memory(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory on the device for tables that the stream's next launch is done with, and its first `size` items."""
+    def _memory(self, size: int) -> torch.Tensor:
+        """Memory on the device for tables that the stream's next launch is done with."""
         if self._there is None or self._items < size:
             items = _rounded(size)
             self._there = _empty(items, self._device)  # may fail: then all is as it was
             self._items = items
-            self._views.clear()
-        view = self._views.get(size)
-        if view is None:
-            if len(self._views) >= _KEPT_VIEWS:
-                self._views.clear()
-            view = self._views[size] = self._there[:size]
-        return self._there, view
+        return self._there
 
 
 def _empty(items: int, device: torch.device, *, pinned: bool = False) -> torch.Tensor:

@@ -47,8 +47,8 @@ from rdma_kv.kernels.launch import Chunk, Int64Array
 
 WORD_BYTES = 16
 HEADER = 2
-_KEPT_TILES = 1024  # of a pattern that is kept: 64 KiB
-_KEPT_PATTERNS = 256
+_KEPT_TILES = 10_000  # of a pattern that is kept, 640 KB: a chunk of 1 GiB has 8,192 and some
+_KEPT_PATTERNS = 64
 _INT64 = np.dtype(np.int64)  # compared with a dtype, not with a type: twenty times as fast
 _INT32 = np.dtype(np.int32)
 

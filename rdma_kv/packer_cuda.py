@@ -33,7 +33,7 @@ from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, Registr
 from rdma_kv.kernels.device import Device
 from rdma_kv.kernels.poller import Poller
 from rdma_kv.kernels.programs import programs_for
-from rdma_kv.kernels.schedule import DeviceFailed, Job, Schedule, Settled, Uncompiled, Watch
+from rdma_kv.kernels.schedule import LAUNCH_BYTES, DeviceFailed, Job, Schedule, Settled, Uncompiled, Watch
 from rdma_kv.kernels.spin import Spin
 from rdma_kv.kernels.work import Work
 
@@ -295,7 +295,10 @@ class _Pumps:
         self._check()
         future: Future = self._loop.create_future()
         self._arrived.append(Job(work, future, scatter))  # with what else gets ready in this turn of the loop
-        self._pump_soon()
+        if work.chunk.packed_bytes < LAUNCH_BYTES or self._schedule.busy:
+            self._pump_soon()
+        else:
+            self._pump()  # it would share a launch with nothing, and the GPU idles
         return await future
 
     def refuse(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 from implementations import DEVICE, MISSING
@@ -51,7 +53,7 @@ def stream() -> Stream:
 
 @pytest.fixture
 def feed(stream: Stream) -> Feed:
-    return Feed(torch.device("cpu"), stream.mark)
+    return Feed(torch.device("cpu"), stream.mark, ctypes.memmove)
 
 
 class Written:

@@ -121,6 +121,38 @@ def test_a_track_with_enough_on_it_gets_no_more(rig, monkeypatch):
     assert len(rig.results) == 5
 
 
+def keeps_busy(schedule, *, parts):
+    """Have each launch of a case last for so many parts of what is enough."""
+    schedule._byte_s = parts * module.AHEAD_S / Case().chunk.packed_bytes
+
+
+def test_behind_two_that_last_there_is_no_third_until_one_has_landed_or_time_has_passed(rig):
+    keeps_busy(rig.schedule, parts=0.7)
+    for n in range(3):
+        rig.add(n, Case(n).work())
+        rig.turn()
+    assert rig.schedule.gathers == 2, "one alone is not enough, however long it lasts"
+    assert not rig.schedule.can_launch
+    rig.now += module.AHEAD_S  # the first should be over, so the rest is short
+    assert rig.schedule.can_launch
+    rig.turn()
+    assert rig.schedule.gathers == 3
+    rig.finish()
+    assert len(rig.results) == 3
+
+
+def test_what_has_landed_makes_room_whatever_was_expected_of_it(rig):
+    keeps_busy(rig.schedule, parts=10)
+    for n in range(3):
+        rig.add(n, Case(n).work())
+        rig.turn()
+    rig.gpu.run()
+    rig.turn()
+    assert rig.schedule.can_launch
+    rig.finish()
+    assert len(rig.results) == 3
+
+
 def test_copies_that_cannot_keep_up_hold_gathers_back(rig, monkeypatch):
     """Or the queue of their stream fills, and the driver blocks."""
     monkeypatch.setattr(module, "DEPTH", 2)
