@@ -35,7 +35,7 @@ PACES: Final = {
     "cma": Pace(1 << 20),  # 0.1 to 0.3 ms
     "shm": Pace(1 << 20),
     "rdma": Pace(4 << 20, copies=False),
-    "cuda_ipc": Pace(64 << 20, 256 << 20, copies=False),  # a start costs the GPU some microseconds
+    "cuda_ipc": Pace(1 << 30, 2 << 30, copies=False),  # it goes on by itself while the loop is busy
 }
 
 Settle = Callable[[TransportError | None], None]
