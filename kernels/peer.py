@@ -27,8 +27,10 @@ _TILE_FIELDS = tl.constexpr(len(Tile))
 _GRAIN_BYTES = tl.constexpr(int(Line.GRAIN_BYTES))
 _ROW_BYTES = tl.constexpr(int(Line.ROW_BYTES))
 
-WIDE = Shape(4096, 32)
-"""Half of a gather's: two addresses a word take registers. Measured on an H200, as `tiles.WIDE`."""
+WIDE = Shape(8192, 32)
+MIDDLE = Shape(4096, 32)
+"""Measured on two H200, with the kernel on the GPU that it writes: WIDE for up to `_FEW` programs, MIDDLE for more."""
+_FEW = 24
 
 _jit: Callable[[Callable[..., Any]], Any] = triton.jit
 
@@ -88,9 +90,11 @@ def move(
 
 
 def best_shape(programs: int, here: Tables) -> Shape:
-    """Of so many programs; but for WIDE those of `tiles`."""
+    """Of so many programs; where `tiles` takes its widest, one of ours."""
     own = tiles.best_shape(programs, tiles=here.tiles, planes=here.planes, tile_words=here.tile_words, odd=here.odd)
-    return WIDE if own == tiles.WIDE else own
+    if own != tiles.WIDE:
+        return own
+    return WIDE if programs <= _FEW else MIDDLE
 
 
 @_jit

@@ -1,7 +1,7 @@
 """Measures copies and the peer kernel between two GPUs in one process; `rdma_kv.bench.multigpu` makes rows of it.
 
-Seconds on the device, from events around some launches in a row. The kernel runs on the first GPU, reads its pages and writes
-those of the second one, which CUDA has mapped for it.
+Seconds on the device, from events around some launches in a row. The kernel runs on either GPU; CUDA has mapped the pages of
+the other one for it.
 """
 
 from __future__ import annotations

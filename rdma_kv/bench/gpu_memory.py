@@ -22,6 +22,10 @@ from rdma_kv.types import Role
 
 Bytes = npt.NDArray[np.uint8]
 Int64Array = npt.NDArray[np.int64]
+Kv = Any
+"""uint8 `[bytes]`: a NumPy array of the host's memory, or a tensor of a GPU's."""
+
+_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9)  # odd, and large: neighbours differ in all bytes
 
 LAYERS = 64
 SPREAD = 2
@@ -52,14 +56,14 @@ class KvMemory:
             self.buffer = torch.empty(length_bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
             self.address = int(self.buffer.data_ptr())
 
-    def write(self, data: Bytes) -> None:
-        """Replace the first bytes by `data`; they are there on return."""
+    def write(self, data: Kv) -> None:
+        """Replace all bytes by `data`, which lies on the same device; they are there on return."""
         if self._host is not None:
-            self._host.view[: data.size] = data
+            self._host.view[:] = data
         else:
             import torch
 
-            self.buffer[: data.size].copy_(torch.from_numpy(data))
+            self.buffer.copy_(data)
             torch.cuda.synchronize(self.ordinal)
 
     def wipe(self) -> None:
@@ -72,12 +76,9 @@ class KvMemory:
             self.buffer.zero_()
             torch.cuda.synchronize(self.ordinal)
 
-    def read(self) -> Bytes:
-        """All of it, uint8 `[length_bytes]`: a copy where it lies on a GPU."""
-        if self._host is not None:
-            return self._host.view
-        copy: Bytes = self.buffer.cpu().numpy()
-        return copy
+    def read(self) -> Kv:
+        """All of it, uint8 `[length_bytes]`, where it lies."""
+        return self.buffer if self._host is None else self._host.view
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,23 +148,42 @@ class Pages:
             for first in range(0, tokens, step)
         ]
 
-    def taken(self, pool: Bytes, tokens: int, plane: int) -> Bytes:
-        """Rows of the first tokens in one (layer, kv) of a pool's bytes, uint8 `[tokens, row_bytes]`."""
-        pages, row = self.layout.num_pages, self.rows.row_bytes
-        rows: Bytes = pool[plane * pages * row : (plane + 1) * pages * row].reshape(pages, row)[self.of(tokens)]
-        return rows
+    def taken(self, pool: Kv, pages: Any, plane: int) -> Kv:  # noqa: ANN401
+        """Rows of some pages in one (layer, kv) of a pool's bytes, uint8 `[pages, row_bytes]`."""
+        count, row = self.layout.num_pages, self.rows.row_bytes
+        return pool[plane * count * row : (plane + 1) * count * row].reshape(count, row)[pages]
 
 
-def content(length_bytes: int, seed: int) -> Bytes:
-    """What a prefill pool holds, the same in every process that asks."""
-    words = np.random.default_rng(seed).integers(0, 1 << 64, -(-length_bytes // 8), dtype=np.uint64)
-    return words.view(np.uint8)[:length_bytes]
+def content(length_bytes: int, seed: int, ordinal: int | None = None) -> Kv:
+    """What a prefill pool holds, the same in every process that asks for such memory: of a GPU, or of the host (None)."""
+    words = -(-length_bytes // 8)
+    if ordinal is None:
+        made = np.random.default_rng(seed).integers(0, 1 << 64, words, dtype=np.uint64)
+        return made.view(np.uint8)[:length_bytes]
+    import torch
+
+    mixed = torch.arange(words, dtype=torch.int64, device=f"cuda:{ordinal}")
+    for factor in _FACTORS:
+        mixed.mul_(factor).add_(seed)
+        mixed.bitwise_xor_(mixed >> 29)
+    torch.cuda.empty_cache()  # what is staged is not torch's to give
+    return mixed.view(torch.uint8)[:length_bytes]
 
 
-def wrong_rows(rows: Rows, tokens: int, arrived: Bytes, sent: Bytes) -> int:
-    """Rows of a request in a decode pool's bytes that are not those of the prefill pool's."""
-    here, there = Pages(rows, Role.DECODE, arrived.size), Pages(rows, Role.PREFILL, sent.size)
+def indices(places: Int64Array, pool: Kv) -> Any:  # noqa: ANN401
+    """Places in a form by which `pool`, an array or a tensor, can be indexed where it lies."""
+    if isinstance(pool, np.ndarray):
+        return places
+    import torch
+
+    return torch.from_numpy(places).to(pool.device)
+
+
+def wrong_rows(rows: Rows, tokens: int, arrived: Kv, sent: Kv) -> int:
+    """Rows of a request in a decode pool's bytes that are not those of the prefill pool's. Both lie on one device."""
+    here, there = Pages(rows, Role.DECODE, len(arrived)), Pages(rows, Role.PREFILL, len(sent))
+    taken, expected = (indices(side.of(tokens), arrived) for side in (here, there))
     return sum(
-        int((here.taken(arrived, tokens, plane) != there.taken(sent, tokens, plane)).any(axis=1).sum())
+        int((here.taken(arrived, taken, plane) != there.taken(sent, expected, plane)).any(1).sum())
         for plane in range(2 * rows.layers)
     )

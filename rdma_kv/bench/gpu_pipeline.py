@@ -74,7 +74,7 @@ class Pipeline:
         self._slots = {role: KvMemory(_SLOTS * slot_bytes, ordinal) for role in Role}
         self._pinned = {role: copies.host_memory(payload_bytes, pinned=ordinal is not None) for role in Role}
         self._works: dict[tuple[Role, int], list[Work]] = {}
-        self._sent = content(SPREAD * payload_bytes, 0)
+        self._sent = content(SPREAD * payload_bytes, 0, ordinal)
         self._pools[Role.PREFILL].write(self._sent)
         self._runner.run(kernels.start())
         kernels.use_lane(_LANE)

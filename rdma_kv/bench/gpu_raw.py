@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from rdma_kv.bench.gpu_memory import Bytes, Int64Array, KvMemory
+from rdma_kv.bench.gpu_memory import Int64Array, Kv, KvMemory, indices
 from rdma_kv.errors import TransportError
 from rdma_kv.transport.nixl_owner import load_nixl
 from rdma_kv.types import Role
@@ -95,12 +95,12 @@ def places(piece_bytes: int, total_bytes: int, pool_bytes: int) -> tuple[Int64Ar
     return src, dst
 
 
-def wrong_pieces(piece_bytes: int, total_bytes: int, arrived: Bytes, sent: Bytes) -> int:
+def wrong_pieces(piece_bytes: int, total_bytes: int, arrived: Kv, sent: Kv) -> int:
     """Pieces of a WRITE that are not at their places in the target's pool."""
-    src, dst = (offsets // piece_bytes for offsets in places(piece_bytes, total_bytes, sent.size))
-    whole = sent.size // piece_bytes * piece_bytes
+    src, dst = (indices(offsets // piece_bytes, sent) for offsets in places(piece_bytes, total_bytes, len(sent)))
+    whole = len(sent) // piece_bytes * piece_bytes
     here, there = (pool[:whole].reshape(-1, piece_bytes) for pool in (arrived, sent))
-    return int((here[dst] != there[src]).any(axis=1).sum())
+    return int((here[dst] != there[src]).any(1).sum())
 
 
 def _table(addresses: Int64Array, length_bytes: int, ordinal: int) -> npt.NDArray[np.uint64]:

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 from rdma_kv.agent import Agent
 from rdma_kv.bench.gpu_links import TRANSFER_S, Link, SideSpec, Way, Wire, link_of
-from rdma_kv.bench.gpu_memory import SPREAD, Bytes, KvMemory, Pages, Rows, content, wrong_rows
+from rdma_kv.bench.gpu_memory import SPREAD, Kv, KvMemory, Pages, Rows, content, wrong_rows
 from rdma_kv.bench.gpu_plain import Launch, Plain, kernel_s, launcher
 from rdma_kv.bench.gpu_raw import RawNixl, wrong_pieces
 from rdma_kv.errors import RdmaKvError
@@ -33,7 +33,7 @@ class GpuSide:
         self._stack = contextlib.AsyncExitStack()
         self._pools: dict[bool, KvMemory] = {}  # by whether it lies on the GPU
         self._orders: dict[tuple[int, bool], Pages] = {}
-        self._sent: dict[tuple[int, int], Bytes] = {}
+        self._sent: dict[tuple[int, KvMemory], Kv] = {}
         self._staging: KvMemory | None = None
         self._agents: dict[Link, Agent] = {}
         self._raw: RawNixl | None = None
@@ -122,7 +122,7 @@ class GpuSide:
         pool, rows = self._pool(gpu=self._on_gpu(link)), self._rows(link)
 
         def count() -> int:  # takes seconds, in which heartbeats go on
-            return wrong_rows(rows, rows.tokens(num_bytes), pool.read(), self._sent_by(source, pool.length_bytes))
+            return wrong_rows(rows, rows.tokens(num_bytes), pool.read(), self._sent_by(source, pool))
 
         return await asyncio.to_thread(count)
 
@@ -149,7 +149,7 @@ class GpuSide:
         pool = self._pool(gpu=self._spec.ordinal is not None)
 
         def count() -> int:
-            return wrong_pieces(piece_bytes, total_bytes, pool.read(), self._sent_by(0, pool.length_bytes))
+            return wrong_pieces(piece_bytes, total_bytes, pool.read(), self._sent_by(0, pool))
 
         return await asyncio.to_thread(count)
 
@@ -211,7 +211,7 @@ class GpuSide:
             most_bytes = spec.most_host_bytes if spec.ordinal is not None and not gpu else spec.most_bytes
             memory = KvMemory(SPREAD * most_bytes, spec.ordinal if gpu else None)
             if spec.role is Role.PREFILL:
-                memory.write(content(memory.length_bytes, spec.rank))
+                memory.write(content(memory.length_bytes, spec.rank, memory.ordinal))
             else:
                 memory.wipe()
             self._pools[gpu] = memory
@@ -222,11 +222,12 @@ class GpuSide:
             self._staging = KvMemory(self._spec.most_bytes, self._spec.ordinal)
         return self._staging
 
-    def _sent_by(self, rank: int, length_bytes: int) -> Bytes:
-        """What the pool of a prefill rank holds; the last ones are kept."""
-        if (rank, length_bytes) not in self._sent:
-            self._sent = {(rank, length_bytes): content(length_bytes, rank)}
-        return self._sent[rank, length_bytes]
+    def _sent_by(self, rank: int, pool: KvMemory) -> Kv:
+        """What the pool of a prefill rank that is like `pool` holds; the last one is kept."""
+        if (rank, pool) not in self._sent:
+            self._sent.clear()  # before the next is made: two may not fit
+            self._sent[rank, pool] = content(pool.length_bytes, rank, pool.ordinal)
+        return self._sent[rank, pool]
 
     def _on_gpu(self, link: Link) -> bool:
         return link.way is not Way.HOST and self._spec.ordinal is not None

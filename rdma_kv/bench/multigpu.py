@@ -20,7 +20,7 @@ from rdma_kv.bench.gpu_steps import (
     usual_raw,
 )
 from rdma_kv.bench.gpu_team import Team, TeamSpec, team
-from rdma_kv.bench.multigpu_peer import ROW_BYTES, SIZES, measure_peers
+from rdma_kv.bench.multigpu_peer import ROW_BYTES, measure_peers
 from rdma_kv.bench.rows import Row
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.kernels.programs import LANE_GB_S, programs_for
@@ -31,7 +31,9 @@ PARTS: Final = (PEER, PAIR, CROSSING)
 PAIR_GOAL = 0.9
 """Goal: of the rate of NIXL's own API with one descriptor, by agents over nixl, from GOAL_BYTES up."""
 GOAL_BYTES = 1 << 30
+SIZES: Final = (8 << 30, GOAL_BYTES, 64 << 20, 1 << 20)
 GOAL_BACKEND = "nixl"
+_TIMES = 5  # one after the other: their median is a sample
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +50,16 @@ class MultiSizes:
     Attributes:
         row_bytes: of the models.
         sizes: of one transfer, the largest first.
-        slot_bytes: of staging. A chunk costs each side some 0.7 ms of CPU, and 256 MiB take NVLink 0.9 ms.
+        slot_bytes: of staging. A chunk costs either side some 0.8 ms of CPU, and 512 MiB take NVLink 1.4 ms.
         crossing_bytes: of one transfer while all processes work.
+        crossing_slot_bytes: of staging then; there are two processes on each GPU.
     """
 
     row_bytes: tuple[int, ...] = ROW_BYTES
     sizes: tuple[int, ...] = SIZES
-    slot_bytes: int = 256 << 20
+    slot_bytes: int = 512 << 20
     crossing_bytes: int = 1 << 30
+    crossing_slot_bytes: int = 256 << 20
     layers: int = 64
 
 
@@ -92,17 +96,17 @@ def measure_pair(ordinals: tuple[int | None, int | None], sizes: MultiSizes, rou
 
 
 def _pair_rows(pair: Team, sizes: MultiSizes, rounds: int, meter: Meter) -> list[Row]:
-    largest, *smaller = sizes.sizes
-    named = usual_raw(largest) + [(f"{CONTIGUOUS} of {size_name(size)}", size, size) for size in smaller]
-    raw = raw_steps(pair, named)
-    alike = {largest: raw[CONTIGUOUS]} | {size: raw[f"{CONTIGUOUS} of {size_name(size)}"] for size in smaller}
-    moves = _moves(pair, sizes, sizes.sizes, "GPU 0 to 1")
+    least = min(GOAL_BYTES, sizes.sizes[0])  # that has a goal
+    names = {size: CONTIGUOUS if size == least else f"{CONTIGUOUS} of {size_name(size)}" for size in sizes.sizes}
+    raw = raw_steps(pair, usual_raw(least) + [(name, size, size) for size, name in names.items() if size != least])
+    alike = {size: raw[name] for size, name in names.items()}
+    moves = _moves(pair, sizes.row_bytes, sizes.sizes, sizes.slot_bytes, "GPU 0 to 1")
     steps = [*moves.values(), *raw.values()]
     run_rounds("GPU 0 to 1", steps, rounds, meter)
     close_raw(pair)
     rows: list[Row] = []
     for (_, size, backend), move in moves.items():
-        goal = PAIR_GOAL if size >= min(GOAL_BYTES, largest) and backend == GOAL_BACKEND else None
+        goal = PAIR_GOAL if size >= least and backend == GOAL_BACKEND else None
         rows.append(faster(f"{move.name}: to NIXL, one descriptor", move, alike[size], goal))
     return [*sorted(rows, key=lambda row: row.goal is None), *(row for step in steps for row in step.rows), *_budget()]
 
@@ -115,7 +119,8 @@ def measure_crossing(
     meter("starting four processes", 0, 1)
     try:
         with team(spec) as four:
-            moves = _moves(four, sizes, (sizes.crossing_bytes,), "both GPUs, crossing")
+            once = (sizes.crossing_bytes,)
+            moves = _moves(four, sizes.row_bytes, once, sizes.crossing_slot_bytes, "both GPUs, crossing")
             run_rounds("crossing", list(moves.values()), rounds, meter)
             return [row for step in moves.values() for row in step.rows]
     except RdmaKvError as exc:
@@ -123,7 +128,7 @@ def measure_crossing(
 
 
 def _moves(
-    some: Team, sizes: MultiSizes, num_bytes: tuple[int, ...], where: str
+    some: Team, row_sizes: tuple[int, ...], num_bytes: tuple[int, ...], slot_bytes: int, where: str
 ) -> Mapping[tuple[int, int, str], Step]:
     """Transfers by row size, bytes and transport."""
     way = Way.HOST if some.spec.prefill[0] is None else Way.DIRECT
@@ -131,11 +136,11 @@ def _moves(
         (row_bytes, size, backend): transfer_step(
             some,
             f"{where}, {size_name(size)}{'' if len(some.prefill) == 1 else ' each'}, rows of {row_bytes:,} B: {backend}",
-            Link(backend, way, row_bytes, slot_bytes=sizes.slot_bytes),
+            Link(backend, way, row_bytes, slot_bytes=slot_bytes),
             size,
-            times=1 if size >= min(GOAL_BYTES, sizes.sizes[0]) else 5,
+            times=_TIMES,
         )
-        for row_bytes in sizes.row_bytes
+        for row_bytes in row_sizes
         for size in num_bytes
         for backend in backends()
     }

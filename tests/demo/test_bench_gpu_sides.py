@@ -79,7 +79,9 @@ def test_a_part_that_is_not_asked_for_starts_no_process(monkeypatch: pytest.Monk
 
 
 def test_several_gpus_are_the_same_processes():
-    sizes = MultiSizes((512, 1152), (2 * MIB, 256 << 10), MIB, crossing_bytes=2 * MIB, layers=4)
+    sizes = MultiSizes(
+        (512, 1152), (2 * MIB, 256 << 10), MIB, crossing_bytes=2 * MIB, crossing_slot_bytes=MIB, layers=4
+    )
     rows = [*measure_pair((None, None), sizes, 1, quiet), *measure_crossing((None, None), sizes, 1, quiet)]
     assert not [row for row in rows if isinstance(row, Missing)]
     goals = [row.name for row in rows if row.goal is not None]
