@@ -30,16 +30,37 @@ class Ends:
     def all(self) -> list[dict[str, Any]]:
         return [*self.send.values(), *self.receive.values()]
 
+    @property
+    def succeeded(self) -> bool:
+        """Whether every rank of both sides says so."""
+        return bool(self.send and self.receive) and all(end["outcome"] == "success" for end in self.all)
+
     def check_success(self, tokens: int) -> None:
         """Every byte is here and is what was sent."""
-        assert all(end["outcome"] == "success" for end in self.all), self
+        self._check_both_sides()
+        assert self.succeeded, self
         assert sum(end["bytes"] for end in self.receive.values()) == tokens * TOKEN_BYTES, self
         assert all(end["wrong"] == 0 and end["metadata"] for end in self.receive.values()), self
 
     def check_failure(self) -> None:
-        """Both sides have failed, with errors that say whether to try again."""
-        assert all(end["outcome"] not in {"success", "bug"} for end in self.all), self
-        assert all(end["retryable"] for end in self.all), self
+        """Every rank of both sides has failed, with an error that says to try again."""
+        self._check_both_sides()
+        assert all(_failed(end) for end in self.all), self
+
+    def _check_both_sides(self) -> None:
+        """An engine that is gone has no ends, and nothing can be said of them."""
+        assert self.send, f"no rank of the sender has told its end: {self}"
+        assert self.receive, f"no rank of the receiver has told its end: {self}"
+
+
+def check_failed(side: dict[str, dict[str, Any]]) -> None:
+    """Every rank of one side, and there are some, has failed with an error that says to try again."""
+    assert side, "no rank has told its end"
+    assert all(_failed(end) for end in side.values()), side
+
+
+def _failed(end: dict[str, Any]) -> bool:
+    return end["outcome"] not in {"success", "bug"} and bool(end["retryable"])
 
 
 class Transfer:
@@ -116,7 +137,7 @@ class Cluster:
         deadline = time.monotonic() + limit_s
         while True:
             ends = await self.transfer(source, to, tokens, timeout_s=8.0)
-            if all(end["outcome"] == "success" for end in ends.all) and ends.all:
+            if ends.succeeded:
                 ends.check_success(tokens)
                 return
             ends.check_failure()

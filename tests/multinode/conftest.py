@@ -1,5 +1,6 @@
-"""Fixtures of the multi-node tests. `python -m tests.multinode` starts the nodes and then these tests; alone they are not
-collected.
+"""Fixtures of the multi-node tests. `python -m tests.multinode` starts the nodes and then the tests of the files
+`test_multinode_*`; alone they are not collected. Other files need no nodes: they test what those tests rely on, and run with
+all others.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from cluster import Cluster
 
 if lab_state.LANE is None:
-    collect_ignore_glob = ["test_*"]
+    collect_ignore_glob = ["test_multinode_*"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

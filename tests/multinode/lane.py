@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from commands import ROOT, LabError, run
 from nodes import NODES, Node, write_config
@@ -17,6 +18,25 @@ Part = Literal["sidecar", "engine"]
 _POLL_S = 0.1
 RESTART_S = 60.0  # of a container that was restarted often, on a busy machine
 HEALTHCHECK = ROOT / "docker" / "healthcheck"
+
+
+class Dropped(NamedTuple):
+    """What firewall rules have dropped since they were made."""
+
+    packets: int
+    size_bytes: int
+
+
+def parse_dropped(listing: str) -> Dropped:
+    """The sum over the rules that drop, of a chain as `iptables -n -v -x -L CHAIN` prints it.
+
+    Raises:
+        LabError: no rule of the chain drops.
+    """
+    found = re.findall(r"^ *(\d+) +(\d+) +DROP ", listing, re.MULTILINE)
+    if not found:
+        raise LabError(f"no rule drops anything:\n{listing}")
+    return Dropped(*(sum(map(int, column)) for column in zip(*found, strict=True)))
 
 
 class Lane(ABC):
@@ -160,6 +180,13 @@ class Lane(ABC):
         """Drop a part of what comes in."""
         match = ["-m", "statistic", "--mode", "random", "--probability", str(probability)]
         self.in_network(node, "iptables", "-w", "-A", "INPUT", "!", "-i", "lo", *match, "-j", "DROP")
+
+    def dropped(self, node: Node) -> Dropped:
+        """What the rules of `block` and `lose_packets` have dropped of all that came in, by the kernel's own counters.
+
+        Raises LabError: there is no such rule, so nothing was in the way.
+        """
+        return parse_dropped(self.in_network(node, "iptables", "-w", "-n", "-v", "-x", "-L", "INPUT"))
 
     def unblock(self, node: Node) -> None:
         """Remove all rules that the lab made for a node."""
