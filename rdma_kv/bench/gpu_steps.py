@@ -59,11 +59,12 @@ def transfer_step(team: Team, name: str, link: Link, num_bytes: int, *, times: i
     return Step(name, 0 if awaited else exact, measure, partial(team.check, link, num_bytes))
 
 
-def raw_steps(team: Team, sizes: Sequence[tuple[str, int, int]]) -> dict[str, Step]:
+def raw_steps(team: Team, sizes: Sequence[tuple[str, int, int]], *, times: int = 1) -> dict[str, Step]:
     """NIXL's own API from prefill 0 to decode 0.
 
     Args:
         sizes: name, bytes of a descriptor, bytes of all.
+        times: as for `transfer_step`.
     """
     prefill, decode = team.prefill[0], team.decode[0]
     try:
@@ -73,6 +74,9 @@ def raw_steps(team: Team, sizes: Sequence[tuple[str, int, int]]) -> dict[str, St
     except RdmaKvError as exc:
         return {name: absent(name, exc) for name, _, _ in sizes}
 
+    def measure(piece_bytes: int, total_bytes: int) -> float:
+        return statistics.median(float(prefill.ask("write_raw", piece_bytes, total_bytes)) for _ in range(times))
+
     def check(piece_bytes: int, total_bytes: int) -> None:
         decode.ask("wipe", True)
         prefill.ask("write_raw", piece_bytes, total_bytes)
@@ -81,7 +85,7 @@ def raw_steps(team: Team, sizes: Sequence[tuple[str, int, int]]) -> dict[str, St
             raise RdmaKvError(f"{wrong} pieces arrived with other bytes than were sent")
 
     return {
-        name: Step(name, total, partial(prefill.ask, "write_raw", piece, total), partial(check, piece, total))
+        name: Step(name, total, partial(measure, piece, total), partial(check, piece, total))
         for name, piece, total in sizes
     }
 

@@ -98,7 +98,8 @@ def measure_pair(ordinals: tuple[int | None, int | None], sizes: MultiSizes, rou
 def _pair_rows(pair: Team, sizes: MultiSizes, rounds: int, meter: Meter) -> list[Row]:
     least = min(GOAL_BYTES, sizes.sizes[0])  # that has a goal
     names = {size: CONTIGUOUS if size == least else f"{CONTIGUOUS} of {size_name(size)}" for size in sizes.sizes}
-    raw = raw_steps(pair, usual_raw(least) + [(name, size, size) for size, name in names.items() if size != least])
+    smaller_first = [(names[size], size, size) for size in sorted(sizes.sizes) if size != least]
+    raw = raw_steps(pair, [*smaller_first, *usual_raw(least)], times=_TIMES)
     alike = {size: raw[name] for size, name in names.items()}
     moves = _moves(pair, sizes.row_bytes, sizes.sizes, sizes.slot_bytes, "GPU 0 to 1")
     steps = [*moves.values(), *raw.values()]
