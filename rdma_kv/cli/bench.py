@@ -114,6 +114,22 @@ def latency(
     return _show(rows, as_json=as_json)
 
 
+@bench.command("sidecar")
+def sidecar(
+    *,
+    transport: Annotated[str, typer.Option(help="auto, ucx or nixl.")] = "auto",
+    repetitions: _Repetitions = 7,
+    as_json: _AsJson = False,
+) -> int:
+    """Requests through sidecars beside the same through agents in the engines' processes: time, and CPU of each."""
+    from rdma_kv.bench.sidecar import SidecarOptions, measure_sidecar
+
+    options = SidecarOptions(transport, repetitions)
+    with _meter() as meter:
+        rows = measure_sidecar(options, meter)
+    return _show(rows, as_json=as_json)
+
+
 @bench.command("checksum")
 def checksum(*, repetitions: _Repetitions = 7, as_json: _AsJson = False) -> int:
     """The checksum of packed chunks beside their gather and memcpy; interleaved, medians and spread."""
