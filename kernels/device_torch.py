@@ -206,6 +206,8 @@ class TorchDevice:
         self._pinned.clear()  # with streams that it was used on: torch records events there when it takes memory back
         while self._streams:
             stream = self._streams.pop()
+            with contextlib.suppress(RuntimeError):  # `warm` may have failed behind launches, whose tables must stay
+                stream.synchronize()
             forget(stream)
             with contextlib.suppress(RegistrationError):  # the device has failed, and its streams with it
                 self._cuda.drop_stream(self._ordinal, stream.cuda_stream)

@@ -44,7 +44,7 @@ _HERE: AbstractContextManager[None] = nullcontext()
 
 @cache
 def _cuda() -> Cuda:
-    """libcuda, for as long as the process lives: torch holds the contexts."""
+    """libcuda, for as long as the process lives."""
     return Cuda()
 
 
@@ -64,7 +64,7 @@ class Queue:
         if self.index < 0:
             self.feed = Feed(device, AlwaysPassed, ctypes.memmove)
         else:
-            self.feed = Feed(device, torch.cuda.Event, _cuda().copier(handle))
+            self.feed = Feed(device, torch.cuda.Event, _cuda().copier(self.index, handle))
 
     def current(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[None]:
         """Make device and stream those that torch uses in this thread; `stream` is this one's, None the current one."""

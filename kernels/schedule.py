@@ -53,7 +53,7 @@ DEPTH: Final = 64
 """No more launches on a track with so many flights. The driver takes about 1,000 entries of a stream, then it blocks."""
 
 AHEAD_S: Final = 500e-6
-"""Nor on one that has so much work, in at least two flights: a launch takes the host a few hundred microseconds at worst, and
+"""Nor on one that has so much work behind its first flight: a launch takes the host a few hundred microseconds at worst, and
 until it pays, other things are waited for more, such as the WRITE of what has landed."""
 
 UP_DEPTH: Final = 2
@@ -135,9 +135,11 @@ class Track:
     def full(self) -> bool:
         return len(self.flights) >= DEPTH
 
-    def lasts(self, now: float) -> bool:
-        """Whether what is queued keeps the device busy for longer than the next launch takes at worst."""
-        return bool(self.flights) and self.ends - now > AHEAD_S
+    @property
+    def lasts(self) -> bool:
+        """Whether what is queued behind the first flight keeps the device busy for longer than a launch takes at worst: once
+        that one has landed there is time enough for the next."""
+        return len(self.flights) > 1 and self.ends - self.flights[0].due > AHEAD_S
 
     def fly(self, jobs: Sequence[Job], land: Callable[[], Iterable[Settled]]) -> Event:
         """Note that what is queued now is all there is for the jobs."""
@@ -273,9 +275,8 @@ class Schedule:
         """
         if self._held:
             self._look_at_producers()
-        now = self._clock()
         for queue, track, copies in self._ways:
-            if _has_room(queue, track, copies, now):
+            if _has_room(queue, track, copies):
                 self._launch(track, copies, _batch(queue))
         for track in self._tracks:
             if track.flights:
@@ -287,8 +288,7 @@ class Schedule:
     @property
     def can_launch(self) -> bool:
         """Whether the next turn launches something, whatever lands until then."""
-        now = self._clock()
-        return any(_has_room(*way, now) for way in self._ways)
+        return any(_has_room(*way) for way in self._ways)
 
     def abandon(self, kind: type[LocalProtocolError], why: str, *, flights: bool) -> list[Settled]:
         """Give up the works that are not queued yet, with an error each; with `flights` those that are as well.
@@ -447,9 +447,9 @@ class Schedule:
         self._ready[True].extendleft(reversed(right))
 
 
-def _has_room(queue: Sequence[Job], track: Track, copies: Track, now: float) -> bool:
+def _has_room(queue: Sequence[Job], track: Track, copies: Track) -> bool:
     """Whether the first of the queue can be launched now."""
-    if not queue or track.full or copies.full or (len(track.flights) > 1 and track.lasts(now)):
+    if not queue or track.full or copies.full or track.lasts:
         return False
     first = queue[0]
     comes_up = first.scatter and first.work.bounce and not first.here

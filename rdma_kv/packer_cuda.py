@@ -293,12 +293,17 @@ class _Pumps:
 
     async def ask(self, work: Work, *, scatter: bool) -> int | None:
         self._check()
+        try:
+            fills_a_launch = work.chunk.packed_bytes >= LAUNCH_BYTES
+        except (AttributeError, IndexError, TypeError):  # arrays that are none, or of another shape
+            work.chunk.validate()
+            raise
         future: Future = self._loop.create_future()
         self._arrived.append(Job(work, future, scatter))  # with what else gets ready in this turn of the loop
-        if work.chunk.packed_bytes < LAUNCH_BYTES or self._schedule.busy:
-            self._pump_soon()
-        else:
+        if fills_a_launch and not (self._soon or self._schedule.busy):
             self._pump()  # it would share a launch with nothing, and the GPU idles
+        else:
+            self._pump_soon()
         return await future
 
     def refuse(self) -> None:

@@ -1,7 +1,7 @@
 """`rdma-kv bench multigpu`, part `peer`: the driver's copies between two GPUs, and the kernel that needs no staging.
 
 The kernel runs on the GPU that it writes, and reads the other one's pages: that is faster by a hundredth than the other way
-round, and takes half as many programs. One step of each row size shows the other way.
+round. One step of each row size shows the other way.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def measure_peers(ordinals: tuple[int, int], rounds: int, meter: Meter, *, quick
     programs = PROGRAMS[1::2] if quick else PROGRAMS
     curves = {
         (row_bytes, size): {
-            count: peers.kernel(move, row_bytes, size, count, checked=count == programs[-1]) for count in programs
+            count: peers.kernel(move, row_bytes, size, count, checked=count in {programs[0], programs[-1]})
+            for count in programs
         }
         for row_bytes in ROW_BYTES
         for size in SIZES

@@ -350,7 +350,8 @@ class UcxLink:
                 if write.unchecked is not None:
                     self._check(write, write.unchecked)
                 if write.next is not None and write.unchecked is None:
-                    if self._put_bytes >= write.pace.window_bytes or len(self._puts) >= WINDOW_REQUESTS:
+                    behind_bytes = self._put_bytes + write.next[2]
+                    if self._puts and (behind_bytes > write.pace.window_bytes or len(self._puts) >= WINDOW_REQUESTS):
                         self._putting.appendleft(write)
                         break
                     put_bytes += self._put(endpoint, write, write.next)

@@ -21,7 +21,7 @@ class Pace:
 
     Attributes:
         piece_bytes: one put.
-        window_bytes: put and not over; what a later WRITE waits behind, and a fence purges.
+        window_bytes: put and not over, at most, but for a piece alone; what a later WRITE waits behind, and a fence purges.
         copies: the CPU moves the bytes, within our turns on the loop: 4 MiB at most in one.
     """
 
@@ -35,7 +35,7 @@ PACES: Final = {
     "cma": Pace(1 << 20),  # 0.1 to 0.3 ms
     "shm": Pace(1 << 20),
     "rdma": Pace(4 << 20, copies=False),
-    "cuda_ipc": Pace(1 << 30, 2 << 30, copies=False),  # it goes on by itself while the loop is busy
+    "cuda_ipc": Pace(1 << 30, 1 << 30, copies=False),  # it goes on by itself while the loop is busy
 }
 
 Settle = Callable[[TransportError | None], None]

@@ -595,7 +595,7 @@ def test_a_kernel_that_was_never_compiled_does_not_hold_up_the_loop(rig):
         f"\nfirst {first_s * 1e3:.0f} ms, with the loop late by up to {lag_s * 1e3:.1f} ms; again {again_s * 1e3:.2f} ms"
     )
     assert torch.equal(case.slot, case.paged)
-    assert lag_s < first_s / 2, "compiling holds the interpreter for a part of the time, but the loop goes on beside it"
+    assert lag_s < min(0.3, first_s / 2), "compiling holds the interpreter at times, and the loop runs beside it"
 
 
 # --- libcuda

@@ -126,31 +126,22 @@ def keeps_busy(schedule, *, parts):
     schedule._byte_s = parts * module.AHEAD_S / Case().chunk.packed_bytes
 
 
-def test_behind_two_that_last_there_is_no_third_until_one_has_landed_or_time_has_passed(rig):
-    keeps_busy(rig.schedule, parts=0.7)
-    for n in range(3):
+@pytest.mark.parametrize(("parts", "ahead"), [(1.5, 2), (0.7, 3), (0.3, 5)])
+def test_behind_the_first_no_more_is_launched_than_lasts_until_it_has_landed(rig, parts, ahead):
+    keeps_busy(rig.schedule, parts=parts)
+    for n in range(7):
         rig.add(n, Case(n).work())
         rig.turn()
-    assert rig.schedule.gathers == 2, "one alone is not enough, however long it lasts"
+    assert rig.schedule.gathers == ahead
+    rig.now += 3600  # time alone makes no room, so nothing need wake for it
     assert not rig.schedule.can_launch
-    rig.now += module.AHEAD_S  # the first should be over, so the rest is short
-    assert rig.schedule.can_launch
     rig.turn()
-    assert rig.schedule.gathers == 3
-    rig.finish()
-    assert len(rig.results) == 3
-
-
-def test_what_has_landed_makes_room_whatever_was_expected_of_it(rig):
-    keeps_busy(rig.schedule, parts=10)
-    for n in range(3):
-        rig.add(n, Case(n).work())
-        rig.turn()
+    assert rig.schedule.gathers == ahead
     rig.gpu.run()
     rig.turn()
     assert rig.schedule.can_launch
     rig.finish()
-    assert len(rig.results) == 3
+    assert len(rig.results) == 7
 
 
 def test_copies_that_cannot_keep_up_hold_gathers_back(rig, monkeypatch):

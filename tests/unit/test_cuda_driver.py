@@ -16,6 +16,7 @@ GPUS = 2
 RELAXED = 2
 OUT_OF_MEMORY = 2
 INVALID = 1
+NO_CONTEXT = 201
 NAMES = {INVALID: "CUDA_ERROR_INVALID_VALUE", OUT_OF_MEMORY: "CUDA_ERROR_OUT_OF_MEMORY"}
 
 
@@ -139,7 +140,13 @@ class Driver:
         self.pinned.remove(self.number(memory))
         return 0
 
+    def cuCtxSetCurrent(self, context):  # noqa: N802
+        self.stack[-1:] = [self.number(context)]
+        return 0
+
     def cuMemcpyAsync(self, dst, src, length, stream):  # noqa: N802
+        if not self.stack:
+            return NO_CONTEXT
         self.queued.append((dst, src, length, self.number(stream), self.current))
         return INVALID if not length else 0
 
@@ -283,6 +290,23 @@ def test_a_copy_is_queued_on_its_stream_in_the_context_of_its_device(cuda, drive
     assert driver.queued == [(0x10, 0x20, 30, 0x55, 1)]
     with pytest.raises(RegistrationError) as caught:
         cuda.copy_async(1, 0x10, 0x20, 0, 0x55)
+    refused(caught, "cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE")
+
+
+def test_a_thread_that_has_no_context_gets_that_of_the_copiers_device(cuda, driver):
+    copy = cuda.copier(1, 0x55)
+
+    def in_a_thread():
+        copy(0x10, 0x20, 30)
+        copy(0x30, 0x40, 50)
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    thread.join()
+    assert driver.queued == [(0x10, 0x20, 30, 0x55, 1), (0x30, 0x40, 50, 0x55, 1)]
+    assert not driver.stack, "another thread's is its own business"
+    with cuda.current(1), pytest.raises(RegistrationError) as caught:
+        copy(0x10, 0x20, 0)
     refused(caught, "cuMemcpyAsync", "CUDA_ERROR_INVALID_VALUE")
 
 

@@ -9,6 +9,7 @@ import itertools
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from rdma_kv.kernels import schedule
 from rdma_kv.kernels.device import NotCompiled
 from rdma_kv.kernels.programs import DEFAULT_PROGRAMS
 from rdma_kv.kernels.spin import MOST_S
+from rdma_kv.kernels.work import Work
 from rdma_kv.packer_cuda import CudaKernels
 
 SOON_S = 20
@@ -105,6 +107,43 @@ async def test_the_loop_launches_and_leaves_its_thread_as_it_was(kernels, gpu):
     await kernels.gather(Case().work())
     assert entered == [threading.main_thread()]
     assert not gpu.inside
+
+
+async def test_what_fills_a_launch_is_launched_at_once_where_the_gpu_idles(kernels, gpu, monkeypatch):
+    monkeypatch.setattr(module, "LAUNCH_BYTES", Case().chunk.packed_bytes)
+    gpu.runs_by_itself = False
+    first, second = ask(kernels, Case(0).work(), Case(1).work())
+    await asyncio.sleep(0)  # both have asked
+    assert kernels.launches == (1, 0), "the second waits for its turn: the first keeps the GPU busy"
+    gpu.runs_by_itself = True
+    await asyncio.gather(first, second)
+
+
+async def test_there_is_one_pump_a_turn_of_the_loop_whoever_asks(kernels, gpu, monkeypatch):
+    small, large = Case(0).work(), Case(1, tokens=64).work()
+    monkeypatch.setattr(module, "LAUNCH_BYTES", large.chunk.packed_bytes)
+    assert small.chunk.packed_bytes < large.chunk.packed_bytes
+    pumps, gpu.runs_by_itself = kernels._pumps, False
+    looks, look = [], pumps._pump
+    monkeypatch.setattr(pumps, "_pump", lambda: looks.append(1) or look())
+    both = ask(kernels, small, large)
+    for turn in range(6):
+        before = len(looks)
+        await asyncio.sleep(0)
+        assert len(looks) - before <= 1, turn
+    assert looks
+    gpu.runs_by_itself = True
+    await asyncio.gather(*both)
+
+
+async def test_a_chunk_that_cannot_be_is_its_askers_error_and_nobody_elses(kernels):
+    wrong = replace(Case(0).chunk, pointers=np.zeros(3, np.int64))
+    with pytest.raises(ConfigError) as caught:
+        await kernels.gather(Work(wrong))
+    assert caught.value.field == "pointers"
+    right = Case(1)
+    await kernels.gather(right.work())
+    assert np.array_equal(right.slot, right.paged)
 
 
 # --- who notices
