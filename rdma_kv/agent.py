@@ -28,14 +28,16 @@ from rdma_kv.errors import (
 )
 from rdma_kv.kernels.checksum import ALGORITHM
 from rdma_kv.layout import Int64Array, KvLayout
+from rdma_kv.links import Links
 from rdma_kv.memory import locate_all
 from rdma_kv.messages import Done, Expect, Offer
 from rdma_kv.mover import Mover
 from rdma_kv.packer import Packer
-from rdma_kv.peer import Links, Peer, Registry
+from rdma_kv.peer import Peer
 from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.link import Identity
 from rdma_kv.receiving import Received, Receiving
+from rdma_kv.registry.base import Registry
 from rdma_kv.registry.static import is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
 from rdma_kv.sending import Sending

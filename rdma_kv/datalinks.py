@@ -14,8 +14,9 @@ from typing import Any, Final
 
 from rdma_kv.errors import RdmaKvError, RemoteProtocolError
 from rdma_kv.messages import MAX_SLOTS, Regions
-from rdma_kv.peer import Peer, Tasks
+from rdma_kv.peer import Peer
 from rdma_kv.staging import Staging
+from rdma_kv.tasks import Tasks
 from rdma_kv.transport.base import Endpoint
 from rdma_kv.transport.outcomes import succeeded
 from rdma_kv.transport.planes import Planes

@@ -13,9 +13,9 @@ from rdma_kv.config import StagingConfig
 from rdma_kv.datalinks import DataLinks
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.messages import MAX_SLOTS
-from rdma_kv.peer import Tasks
 from rdma_kv.slots import SlotPool
 from rdma_kv.staging import Staging
+from rdma_kv.tasks import Tasks
 from rdma_kv.transport.planes import Planes
 
 logger = logging.getLogger(__name__)

@@ -34,11 +34,12 @@ from typing import Final
 
 from rdma_kv.entry import Entry
 from rdma_kv.errors import PeerLostError, RdmaKvError
-from rdma_kv.peer import Peer, Tasks
+from rdma_kv.peer import Peer
 from rdma_kv.protocol.actions import Action
 from rdma_kv.protocol.incoming import IncomingTransfer
 from rdma_kv.slots import Hold, SlotPool, SlotRef
 from rdma_kv.staging import Staging
+from rdma_kv.tasks import Tasks
 from rdma_kv.transport.base import Endpoint
 from rdma_kv.types import Role
 

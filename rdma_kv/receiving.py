@@ -7,9 +7,9 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
+from rdma_kv.entry import Entry, StageTimes
 from rdma_kv.errors import ConfigError, RdmaKvError
 from rdma_kv.messages import Expect
-from rdma_kv.mover import Entry, StageTimes
 from rdma_kv.peer import Peer
 from rdma_kv.planner import Route
 from rdma_kv.protocol.failures import Place

@@ -14,18 +14,22 @@ from functools import lru_cache
 from typing import Any, NamedTuple, Protocol, cast
 
 from rdma_kv.config import GpuConfig, Limits, StagingConfig, Timeouts
+from rdma_kv.entry import Entry, StageTimes
 from rdma_kv.errors import ClosedError, ConfigError, LocalProtocolError, RdmaKvError, TransferAborted, TransferTimeout
+from rdma_kv.links import Links
 from rdma_kv.messages import Abort, TransferName
-from rdma_kv.mover import Entry, Mover, StageTimes
+from rdma_kv.mover import Mover
 from rdma_kv.packer import Packer
-from rdma_kv.peer import Links, Peer, Registry, Tasks
+from rdma_kv.peer import Peer
 from rdma_kv.planner import LinkPlan, PageTables, Route
 from rdma_kv.protocol.actions import abort_by_name
 from rdma_kv.protocol.failures import Place
 from rdma_kv.protocol.link import Identity
 from rdma_kv.protocol.outgoing import OutgoingTransfer
+from rdma_kv.registry.base import Registry
 from rdma_kv.registry.static import AgentRecord, EngineRecord, is_loopback, parse_address
 from rdma_kv.rendezvous import Rendezvous
+from rdma_kv.tasks import Tasks
 from rdma_kv.topology import ModelSpec, TieBreak, Topology
 from rdma_kv.types import AgentId, Interval, Owned, ReplicaId, Role
 

@@ -16,8 +16,8 @@ from enum import StrEnum
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
 
+import rdma_kv.greeting
 import rdma_kv.packer
-import rdma_kv.peer
 from rdma_kv.control import Connection
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.kernels.launch import Chunk
@@ -101,7 +101,7 @@ class Trace:
         with (
             _replaced(rdma_kv.packer, "gather", self._kernel(Mark.GATHER_BEGINS, Mark.GATHER_ENDS)),
             _replaced(rdma_kv.packer, "scatter", self._kernel(Mark.SCATTER_BEGINS, Mark.SCATTER_ENDS)),
-            _replaced(rdma_kv.peer, "Connection", lambda _: _connection_class(self)),
+            _replaced(rdma_kv.greeting, "Connection", lambda _: _connection_class(self)),
         ):
             yield
 

@@ -20,8 +20,8 @@ from rdma_kv.agent import Agent
 from rdma_kv.config import GpuConfig
 from rdma_kv.cuda import Cuda
 from rdma_kv.errors import ClosedError, ConfigError, RdmaKvError, RemoteProtocolError, SidecarLostError
-from rdma_kv.peer import Registry
 from rdma_kv.protocol.link import Process
+from rdma_kv.registry.base import Registry
 from rdma_kv.sidecar.channel import Channel
 from rdma_kv.sidecar.facts import check_version, fault_of, int64s, layout_of, role_of
 from rdma_kv.sidecar.remote import RemoteEngine

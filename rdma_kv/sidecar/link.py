@@ -18,7 +18,6 @@ from rdma_kv.cuda import Cuda
 from rdma_kv.engine_side import Kernels
 from rdma_kv.errors import LocalProtocolError, RdmaKvError, RemoteProtocolError, SidecarLostError
 from rdma_kv.kernels import work as kernels_work
-from rdma_kv.peer import Tasks
 from rdma_kv.sidecar.channel import Channel
 from rdma_kv.sidecar.facts import chunk_of, error_of, fault_of, replica_id
 from rdma_kv.sidecar.memory import Mappings, Pools
@@ -48,6 +47,7 @@ from rdma_kv.sidecar.wire import (
     encode,
     frame_of_call,
 )
+from rdma_kv.tasks import Tasks
 from rdma_kv.types import ReplicaId
 
 logger = logging.getLogger(__name__)

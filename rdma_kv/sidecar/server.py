@@ -13,13 +13,14 @@ from types import TracebackType
 from typing import Any, Final, Self
 
 from rdma_kv.errors import ConfigError, IncompatiblePeerError, RdmaKvError, SidecarLostError
-from rdma_kv.peer import Registry, Tasks
+from rdma_kv.registry.base import Registry
 from rdma_kv.registry.static import StaticRegistry
 from rdma_kv.sidecar.attachment import Attachment
 from rdma_kv.sidecar.facts import fault_of
 from rdma_kv.sidecar.listening import UnixListener, credentials
 from rdma_kv.sidecar.settings import SidecarConfig
 from rdma_kv.sidecar.wire import Bye, encode
+from rdma_kv.tasks import Tasks
 from rdma_kv.transport.named import TransportMaker, names
 from rdma_kv.types import AgentId
 

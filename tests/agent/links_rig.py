@@ -10,8 +10,9 @@ from dataclasses import dataclass, field, replace
 
 from rdma_kv.config import Limits, Timeouts
 from rdma_kv.errors import ConfigError, RdmaKvError
+from rdma_kv.links import Links
 from rdma_kv.messages import ControlMessage
-from rdma_kv.peer import Links, Peer
+from rdma_kv.peer import Peer
 from rdma_kv.protocol.link import Identity, Process
 from rdma_kv.registry.static import AgentRecord, EngineRecord
 from rdma_kv.topology import ModelSpec, TieBreak, Topology
@@ -191,11 +192,11 @@ class Node:
 
     def die(self) -> None:
         """As a process that is killed: nobody says goodbye, and nobody dials any more."""
-        self.links._closing = True
-        for connection in list(self.links._connections):
+        self.links._closing = self.links._acceptor._closing = True
+        for connection in list(self.links._connections.open):
             connection.abort()
-        self.links._server.close()
-        for dial in list(self.links._dials.values()):
+        self.links._acceptor._server.close()
+        for dial in list(self.links._dialer._dials.values()):
             dial.task.cancel()
 
 

@@ -22,8 +22,8 @@ from links_rig import LIMIT_S, MODEL, QUICK, TOPOLOGY, Node, Recorder, Rig, iden
 from rdma_kv.agent import Agent
 from rdma_kv.config import Limits, Timeouts
 from rdma_kv.errors import ErrorCode, RemoteProtocolError
+from rdma_kv.links import Links
 from rdma_kv.messages import FRAME_HEADER, MAX_FRAME_BYTES, Bye, Finish, Start, decode, encode
-from rdma_kv.peer import Links
 from rdma_kv.protocol.link import Identity
 from rdma_kv.registry.static import StaticRegistry
 from rdma_kv.session import AgentConfig
@@ -103,8 +103,8 @@ async def crowd() -> AsyncIterator[Crowd]:
 
 async def gone(node: Node) -> None:
     """Nothing is left of strangers."""
-    await until(lambda: node.links.ungreeted == 0 and not node.links._visits)
-    await until(lambda: len(node.links._connections) == len(node.links.peers))
+    await until(lambda: node.links.ungreeted == 0 and not node.links._acceptor._visits)
+    await until(lambda: len(node.links._connections.open) == len(node.links.peers))
 
 
 async def greets(r: Rig, acceptor: Node) -> Node:
@@ -305,7 +305,7 @@ async def test_connections_that_come_faster_than_they_are_served_leave_nothing_b
                 group.create_task(strangers.dial(node, f"127.0.1.{number + 1}"))
         await until(lambda: node.links.counters["refused_crowd"] == 49)
         assert node.links.ungreeted == 1
-        await until(lambda: node.links.open_tasks == 1 and len(node.links._connections) == 1)
+        await until(lambda: node.links.open_tasks == 1 and len(node.links._connections.open) == 1)
     await gone(node)
     assert node.links.open_tasks == 0
 
@@ -405,7 +405,7 @@ async def test_who_sends_a_whole_long_frame_reads_why_it_is_refused():
 
 def held_bytes(node: Node) -> int:
     """What our process holds of connections that are no links."""
-    connections = [connection for connection, _ in node.links._visits.values()]
+    connections = [connection for connection, _ in node.links._acceptor._visits.values()]
     return sum(len(each._received) + len(each._reader._buffer) for each in connections)  # type: ignore[attr-defined]
 
 

@@ -181,11 +181,11 @@ async def test_a_notification_that_overtakes_its_offer_is_kept_for_it(tmp_path):
         decode = c.decode.agents[0]
         mover = decode._shell.mover
         (peer,) = decode._shell.links.peers
-        (entry,) = mover._expecting.values()
+        (entry,) = mover._transfers
         (slot,) = entry.machine._slots.granted
         number = peer.numbers.high_water + 1
         note = Notification(number, slot.index, slot.epoch, 0, (0, 2), (0, TOKENS))
-        mover._on_notification(peer, encode_notification(note))
+        mover._hearing.on_notification(peer, encode_notification(note))
         assert len(peer.early) == 1
         route = entry.machine.plan.route
         mover.on_message(peer, Offer(number, "k", 0, 0, 0, route.digest, [(0, TOKENS)], 1, 5000))

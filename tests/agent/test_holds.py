@@ -163,7 +163,7 @@ async def test_a32_what_was_granted_is_held_when_the_link_ends_under_a_write(tmp
 async def test_a36_without_a_fence_of_the_target_death_or_settle_frees_it(tmp_path, proof):
     async with under_way(tmp_path, kinds=("target",), timeouts=Timeouts(quiesce=0.5)) as (c, _, (sending, receiving)):
         prefill, decode = c.prefill.agents[0], c.decode.agents[0]
-        decode._shell.links._redial = prefill._shell.links._redial = lambda *args: None  # it stays away
+        decode._shell.links._dialer.redial = prefill._shell.links._dialer.redial = lambda *args: None  # it stays away
         name = link_of(decode).name
         lost = link_of(decode)
         cut(decode)
@@ -244,7 +244,7 @@ async def test_a70_a_replayed_number_and_a_stale_epoch_are_refused(tmp_path):
         before = c.decode.memory_of(0)[0].array.copy()
         number = peer.numbers.high_water
         mover.on_message(peer, Offer(number, "request-1", 0, 0, 0, bytes(16), [(0, TOKENS)], 1, 5000))
-        mover._on_notification(peer, encode_notification(Notification(number, 0, 1, 0, (0, 2), (0, TOKENS))))
+        mover._hearing.on_notification(peer, encode_notification(Notification(number, 0, 1, 0, (0, 2), (0, TOKENS))))
         counters = decode.stats()["counters"]
         assert (counters["replays"], counters["stale_notifications"]) == (1, 1)
         assert np.array_equal(before, c.decode.memory_of(0)[0].array)
@@ -281,7 +281,7 @@ async def test_slots_without_any_proof_are_retired_and_replaced(tmp_path):
     async with under_way(tmp_path, kinds=("target",), staging=staging) as (c, network, (sending, receiving)):
         prefill, decode = c.prefill.agents[0], c.decode.agents[0]
         for agent in (prefill, decode):
-            agent._shell.links._redial = lambda *args: None
+            agent._shell.links._dialer.redial = lambda *args: None
         prefill._shell.mover._holds.settled = no_word
         prefill._shell.mover.settled = no_word
         cut(decode)
@@ -312,7 +312,7 @@ async def test_slots_that_cannot_be_retired_are_held_until_a_proof_comes_late(tm
     async with under_way(tmp_path, kinds=("target",)) as (c, _, (sending, receiving)):
         decode = c.decode.agents[0]
         mover, name = decode._shell.mover, link_of(decode).name
-        decode._shell.links._redial = c.prefill.agents[0]._shell.links._redial = lambda *args: None
+        decode._shell.links._dialer.redial = c.prefill.agents[0]._shell.links._dialer.redial = lambda *args: None
         cut(decode)
         await asyncio.gather(sending, receiving, return_exceptions=True)
         await until(lambda: "no proof" in caplog.text)
@@ -327,7 +327,7 @@ async def test_slots_that_cannot_be_retired_are_held_until_a_proof_comes_late(tm
 async def test_staging_outlives_an_agent_that_closes_without_a_proof(tmp_path):
     async with under_way(tmp_path, kinds=("target",), timeouts=Timeouts(quiesce=0.2)) as (c, _, calls):
         decode = c.decode.agents[0]
-        decode._shell.links._redial = c.prefill.agents[0]._shell.links._redial = lambda *args: None
+        decode._shell.links._dialer.redial = c.prefill.agents[0]._shell.links._dialer.redial = lambda *args: None
         staging = decode._shell.mover._staging
         await decode.close()
         await asyncio.gather(*calls, return_exceptions=True)

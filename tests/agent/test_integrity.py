@@ -110,7 +110,7 @@ async def test_the_notification_carries_the_checksum_of_the_packed_chunk(tmp_pat
 
         def look(posting: Posting) -> Fault:
             note = decode_notification("peer", posting.notification)
-            (entry,) = memory._entries.values()
+            (entry,) = memory._transfers
             slot = next(
                 local for local, (_, target) in entry.machine._flight.writing.items() if target.index == note.slot
             )

@@ -340,8 +340,8 @@ async def test_nobody_is_looked_for_for_ever():
         prefill, decode, _ = await two(r, Timeouts(redial=0.3))
         decode.die()
         await until(lambda: not prefill.links.peers)
-        assert prefill.links._dials
-        assert await until(lambda: not prefill.links._dials) < SLACK * 1.5
+        assert prefill.links._dialer._dials
+        assert await until(lambda: not prefill.links._dialer._dials) < SLACK * 1.5
 
 
 # --- proven death ------------------------------------------------------------------------------------------------------
@@ -462,7 +462,7 @@ async def test_a_dial_that_fails_as_it_never_should_does_not_poison_the_next(mon
         prefill, decode = await r.node(Role.PREFILL, timeouts=NEVER), await r.node(Role.DECODE, timeouts=NEVER)
         r.publish(prefill)
         with monkeypatch.context() as patched:
-            patched.setattr(decode.links, "_dial_once", broken)
+            patched.setattr(decode.links._dialer, "_dial_once", broken)
             with pytest.raises(RuntimeError, match="a bug"):
                 await dial(r, decode)
         await dial(r, decode)

@@ -211,7 +211,7 @@ class Stress:
     async def break_links(self, times: int) -> None:
         for _ in range(times):
             await asyncio.sleep(0.1 * self.random.random())
-            connections = [x for agent in self.agents() for x in agent._shell.links._connections]
+            connections = [x for agent in self.agents() for x in agent._shell.links._connections.open]
             if connections:
                 self.random.choice(connections)._writer.transport.abort()
 
@@ -295,9 +295,7 @@ class Stress:
                 left.append(stats)
             if any(name.rsplit(":", 1)[1] not in {"unproven"} for name in held):
                 left.append(stats)
-            machines = [
-                e.machine for e in [*agent._shell.mover._entries.values(), *agent._shell.mover._expecting.values()]
-            ]
+            machines = [entry.machine for entry in agent._shell.mover._transfers]
             if stats["tasks"] or agent._shell.tasks or agent._shell.sessions or any(not m.ended for m in machines):
                 left.append(stats)
             if unmatched and stats["unmatched"]:
@@ -423,7 +421,7 @@ async def test_a_refused_expect_is_told_by_its_whole_name(tmp_path):
 async def test_who_gives_up_while_dialing_breaks_no_transfer_of_the_peer(tmp_path):
     async with cluster(tmp_path, GQA, *sides()) as c:
         links = c.decode.agents[0]._shell.links
-        dials = links._dials
+        dials = links._dialer._dials
         asking = asyncio.create_task(links.peer(c.registry.engine("prefill").agents[0]))
         await until(lambda: any(dial.greeting for dial in dials.values()))
         asking.cancel()

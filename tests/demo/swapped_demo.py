@@ -12,6 +12,7 @@ from functools import cached_property
 import msgspec
 
 from rdma_kv.cli.main import run
+from rdma_kv.hearing import Hearing
 from rdma_kv.mover import Mover
 from rdma_kv.planner import Route
 from rdma_kv.session import Shell
@@ -39,7 +40,7 @@ def swap_routing() -> None:
 
 
 def switch_checks_off() -> None:
-    honest = Mover._on_offer
+    honest = Hearing._on_offer
 
     def on_offer(self, peer, message):
         agent = self._matchmaker._check.__self__
@@ -48,7 +49,7 @@ def switch_checks_off() -> None:
         digest = agent._shell.route(message.key, own, engine, message.prefill_replica).digest
         return honest(self, peer, msgspec.structs.replace(message, decode_replica=own, digest=digest))
 
-    Mover._on_offer = on_offer
+    Hearing._on_offer = on_offer
     Mover.give_grants_ahead = lambda self, entry: []  # a sender that has no moves with us would refuse them
 
 

@@ -12,8 +12,8 @@ import sys
 import numpy as np
 import pytest
 
+import rdma_kv.greeting
 import rdma_kv.packer
-import rdma_kv.peer
 from rdma_kv.bench import latency_posting
 from rdma_kv.bench.goals import SPREAD, Missing
 from rdma_kv.bench.latency import LatencyOptions, Measured, _post_row, measure_latency
@@ -156,13 +156,13 @@ def test_a_mark_that_comes_twice_is_an_error():
 
 
 def test_what_is_replaced_is_put_back():
-    before = rdma_kv.packer.gather, rdma_kv.packer.scatter, rdma_kv.peer.Connection
+    before = rdma_kv.packer.gather, rdma_kv.packer.scatter, rdma_kv.greeting.Connection
     trace = Trace()
     with trace.installed():
         assert rdma_kv.packer.gather is not before[0]
         rdma_kv.packer.gather([])
         assert list(trace.take()) == ["gather begins", "gather ends"]
-    assert (rdma_kv.packer.gather, rdma_kv.packer.scatter, rdma_kv.peer.Connection) == before
+    assert (rdma_kv.packer.gather, rdma_kv.packer.scatter, rdma_kv.greeting.Connection) == before
 
 
 # --- sockets -----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from typing import Any
 
 from matrix import Fault, Point
 
-import rdma_kv.peer
+import rdma_kv.greeting
 from rdma_kv.control import Connection
 from rdma_kv.errors import PeerLostError, TransportError
 from rdma_kv.messages import ControlMessage, Done, Grant, Offer, encode
@@ -180,16 +180,16 @@ class SeamConnection(Connection):
 @contextlib.contextmanager
 def installed(seam_of: Callable[[], Seam]) -> Iterator[None]:
     """Agents that run within the block use connections of the seam that `seam_of` names at that moment."""
-    before = rdma_kv.peer.Connection
+    before = rdma_kv.greeting.Connection
 
     def make(*arguments: Any, **options: Any) -> SeamConnection:
         return SeamConnection(seam_of(), *arguments, **options)
 
-    rdma_kv.peer.Connection = make  # type: ignore[misc, assignment]
+    rdma_kv.greeting.Connection = make  # type: ignore[misc, assignment]
     try:
         yield
     finally:
-        rdma_kv.peer.Connection = before  # type: ignore[misc]
+        rdma_kv.greeting.Connection = before  # type: ignore[misc]
 
 
 class _Around:

@@ -356,7 +356,7 @@ class Trial:
         self.loop.stop_host(host.context)
         for connection in list(host.seam.connections):
             connection._writer.transport.abort()
-        server = agent._shell.links._server
+        server = agent._shell.links._acceptor._server
         if server is not None:
             server.close()
         for transport in host.transports:
