@@ -6,7 +6,8 @@ its calls. So one thread owns all of them. It takes jobs from a queue and answer
 connects) a turn: post a little, ask for completions and notifications. When no link is active it blocks on the queue:
 idle costs nothing. When turns bring nothing it spins briefly, then sleeps on the queue, so that it wakes at once for a
 job and leaves the GIL to others: an eighth of the time since something moved, and 1 ms at most. So what comes is noticed
-late by an eighth of what it took, and to listen for long costs a thousand short looks a second.
+late by an eighth of what it took, and to listen for long costs a thousand short looks a second. The spins keep the GIL,
+but for those after an answer: the loop that it has woken would wait for it.
 
 A NIXL agent is destroyed with the last reference to it, and only that ends what it posted. Frames of a traceback are
 such references, and whoever keeps an exception keeps them: so no exception leaves this thread with its frames' locals,
@@ -34,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rdma_kv.errors import ConfigError, TransportError
-from rdma_kv.pauses import pause_s, sharpen_sleeps
+from rdma_kv.pauses import pause_s
 
 BACKEND = "nixl"
 MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports torch
@@ -211,6 +212,7 @@ class Owner:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._fruitless = 0
         self._moved_at_s = 0.0
+        self._told = False  # the loop was woken since the last job or sleep
 
     @property
     def thread(self) -> threading.Thread:
@@ -263,6 +265,7 @@ class Owner:
 
     def tell(self, callback: Callable[[], None]) -> None:
         """From the thread: run `callback` on the event loop."""
+        self._told = True
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(callback)
 
@@ -276,7 +279,6 @@ class Owner:
             self._links.remove(link)
 
     def _run(self) -> None:
-        sharpen_sleeps()
         while True:
             try:
                 job = self._next_job()
@@ -288,6 +290,7 @@ class Owner:
                 continue
             if job is None:
                 break
+            self._told = False
             job()
             self._note_movement()
         for link in tuple(self._links):
@@ -302,8 +305,10 @@ class Owner:
         if not any(link.active for link in self._links):
             return self._jobs.get()
         if self._fruitless < _SPINS:
-            time.sleep(0)  # the loop may have been woken, and wait for the GIL
+            if self._told:
+                time.sleep(0)  # the loop was woken, and may wait for the GIL
             return self._jobs.get_nowait()
+        self._told = False
         since_s = time.monotonic() - self._moved_at_s
         return self._jobs.get(timeout=pause_s(since_s, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
 

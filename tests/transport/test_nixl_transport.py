@@ -400,6 +400,53 @@ async def test_a_bug_in_one_link_ends_that_link_and_not_the_thread(caplog):
     assert "failed" in caplog.text
 
 
+class Listening:
+    """A link that listens, and counts its turns. `moves`: in how many turns from now on something comes."""
+
+    active = True
+
+    def __init__(self):
+        self.turns, self.moves = 0, 0
+
+    def turn(self):
+        self.turns += 1
+        self.moves = max(0, self.moves - 1)
+        return self.moves > 0
+
+    def abandon(self, error):
+        self.active = False
+
+    close = abandon
+
+
+async def test_a_link_that_listens_for_long_is_looked_at_a_thousand_times_a_second_at_most():
+    """Right after something has come it is looked at far more often: see `pause_s`."""
+    owner, listening = Owner("owner", asyncio.get_running_loop()), Listening()
+    owner.start()
+    await owner.call(lambda: owner.add(listening))
+    begin, turns = time.monotonic(), listening.turns
+    await asyncio.sleep(0.3)  # the time that is measured
+    took_s = time.monotonic() - begin
+    quiet = (listening.turns - turns) / took_s
+    assert quiet < 1100 + 100 / took_s, "the first 10 ms have some hundred turns more"
+    busy = await owner.call(lambda: _turns_while_it_moves(listening, 1000))
+    await until(lambda: listening.moves == 0)
+    assert listening.turns - busy >= 1000, "the control: it does look"
+    await owner.call(lambda: owner.remove(listening))
+    await owner.stop()
+
+
+def _turns_while_it_moves(listening, count):
+    listening.moves = count
+    return listening.turns
+
+
+async def until(condition):
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 async def test_two_connected_idle_endpoints_cost_nothing():
     async with Rig("nixl") as rig:
         left, right = await rig.transport("left@1"), await rig.transport("right@1")
