@@ -5,9 +5,10 @@ its calls. So one thread owns all of them. It takes jobs from a queue and answer
 `call_soon_threadsafe` only. Between jobs it gives each *active* link (one that listens, has a WRITE pending, or
 connects) a turn: post a little, ask for completions and notifications. When no link is active it blocks on the queue:
 idle costs nothing. When turns bring nothing it spins briefly, then sleeps on the queue, so that it wakes at once for a
-job and leaves the GIL to others: an eighth of the time since something moved, and 1 ms at most. So what comes is noticed
-late by an eighth of what it took, and to listen for long costs a thousand short looks a second. The spins keep the GIL,
-but for those after an answer: the loop that it has woken would wait for it.
+job and leaves the GIL to others: for as long as nothing has moved, and 1 ms at most; so to listen for long costs a
+thousand short looks a second. With memory of GPUs, an eighth of that: there what comes is not waited for by the
+processors that copy it, and half of the time of a WRITE is much. The spins keep the GIL, but for those after an answer:
+the loop that it has woken would wait for it.
 
 A NIXL agent is destroyed with the last reference to it, and only that ends what it posted. Frames of a traceback are
 such references, and whoever keeps an exception keeps them: so no exception leaves this thread with its frames' locals,
@@ -42,6 +43,7 @@ MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports t
 _SPINS = 20  # turns without sleep after the last movement: some 0.2 ms, a small WRITE's latency
 _SHORTEST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
+_DEVICE_PARTS = 8  # of the time since something moved, with memory of GPUs
 _EXIT_JOIN_S = 2.0  # how long a process that forgot `close` waits for the thread at its exit
 
 T = TypeVar("T")
@@ -181,7 +183,9 @@ def translate(error: Exception, message: str) -> TransportError:
 
 
 class Turnable(Protocol):
-    """What the owner polls."""
+    """What the owner polls. `with_devices`: what it waits for may be the work of a GPU."""
+
+    with_devices: bool
 
     @property
     def active(self) -> bool: ...
@@ -302,7 +306,8 @@ class Owner:
         Raises:
             queue.Empty: it is time for a turn.
         """
-        if not any(link.active for link in self._links):
+        active = [link for link in self._links if link.active]
+        if not active:
             return self._jobs.get()
         if self._fruitless < _SPINS:
             if self._told:
@@ -310,7 +315,8 @@ class Owner:
             return self._jobs.get_nowait()
         self._told = False
         since_s = time.monotonic() - self._moved_at_s
-        return self._jobs.get(timeout=pause_s(since_s, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S))
+        parts = _DEVICE_PARTS if any(link.with_devices for link in active) else 1
+        return self._jobs.get(timeout=pause_s(since_s, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, parts))
 
     def _note_movement(self) -> None:
         self._fruitless, self._moved_at_s = 0, time.monotonic()

@@ -371,6 +371,7 @@ class Broken:
 
     active = True
     error = None
+    with_devices = False
 
     def turn(self):
         raise ValueError("bug")
@@ -405,7 +406,8 @@ class Listening:
 
     active = True
 
-    def __init__(self):
+    def __init__(self, *, with_devices):
+        self.with_devices = with_devices
         self.turns, self.moves = 0, 0
 
     def turn(self):
@@ -419,9 +421,10 @@ class Listening:
     close = abandon
 
 
-async def test_a_link_that_listens_for_long_is_looked_at_a_thousand_times_a_second_at_most():
-    """Right after something has come it is looked at far more often: see `pause_s`."""
-    owner, listening = Owner("owner", asyncio.get_running_loop()), Listening()
+@pytest.mark.parametrize("with_devices", [False, True])
+async def test_a_link_that_listens_for_long_is_looked_at_a_thousand_times_a_second_at_most(with_devices):
+    """Right after something has come it is looked at more often: see `pause_s`."""
+    owner, listening = Owner("owner", asyncio.get_running_loop()), Listening(with_devices=with_devices)
     owner.start()
     await owner.call(lambda: owner.add(listening))
     begin, turns = time.monotonic(), listening.turns
