@@ -206,8 +206,8 @@ class TorchDevice:
         self._pinned.clear()  # with streams that it was used on: torch records events there when it takes memory back
         while self._streams:
             stream = self._streams.pop()
-            with contextlib.suppress(RuntimeError):  # `warm` may have failed behind launches, whose tables must stay
-                stream.synchronize()
+            with contextlib.suppress(RegistrationError, RuntimeError), self._cuda.current(self._ordinal):
+                stream.synchronize()  # `warm` may have failed behind launches, whose tables must stay
             forget(stream)
             with contextlib.suppress(RegistrationError):  # the device has failed, and its streams with it
                 self._cuda.drop_stream(self._ordinal, stream.cuda_stream)

@@ -33,6 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Final, NamedTuple
 
 from rdma_kv.errors import LocalProtocolError, RdmaKvError
@@ -95,12 +96,16 @@ class Job:
 
 
 class Flight(NamedTuple):
-    """Jobs that are queued on a track up to `event`. `land` says what has come of them; for others it is the next step."""
+    """Jobs that are queued on a track up to `event`. `land` says what has come of them; for others it is the next step.
+
+    `works_s`: what the device needs for it at best, from one flight to the next.
+    """
 
     event: Event
     jobs: Sequence[Job]
     land: Callable[[], Iterable[Settled]]
     due: float
+    works_s: float
 
 
 class Watch(NamedTuple):
@@ -123,12 +128,14 @@ class Track:
 
     Attributes:
         ends: when all that is queued should be done.
+        works_s: of what is queued behind the last flight; see `Flight`.
         waits_for: of a track of the ring, the ids of events.
     """
 
     stream: Stream
     flights: deque[Flight] = field(default_factory=deque)
     ends: float = 0.0
+    works_s: float = 0.0
     waits_for: frozenset[int] = frozenset()
 
     @property
@@ -139,17 +146,19 @@ class Track:
     def lasts(self) -> bool:
         """Whether what is queued behind the first flight keeps the device busy for longer than a launch takes at worst: once
         that one has landed there is time enough for the next."""
-        return len(self.flights) > 1 and self.ends - self.flights[0].due > AHEAD_S
+        return len(self.flights) > 1 and sum(flight.works_s for flight in islice(self.flights, 1, None)) > AHEAD_S
 
     def fly(self, jobs: Sequence[Job], land: Callable[[], Iterable[Settled]]) -> Event:
         """Note that what is queued now is all there is for the jobs."""
         event = self.stream.record_event()
-        self.flights.append(Flight(event, jobs, land, self.ends))
+        self.flights.append(Flight(event, jobs, land, self.ends, self.works_s))
+        self.works_s = 0.0
         return event
 
     def takes(self, seconds: float, begin: float) -> None:
         """Note that something was queued that takes so long, and begins then or behind what is queued before."""
         self.ends = max(self.ends, begin) + seconds
+        self.works_s += seconds
 
     def landed(self) -> list[Flight]:
         """Take the flights whose event has fired.

@@ -112,7 +112,7 @@ class Mover:
             self._links,
             matchmaker,
             perform=self._perform,
-            use_grants_ahead=self.use_grants_ahead,
+            use_grants_ahead=lambda entry, message: self.use_grants_ahead(entry, message),  # noqa: PLW0108 - as replaced
         )
         self.counters: Counter[str] = Counter()
 

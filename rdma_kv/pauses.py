@@ -12,7 +12,7 @@ from typing import Final
 
 _PR_SET_TIMERSLACK: Final = 29
 _TIMER_SLACK_NS: Final = 1000
-"""By which the kernel may prolong a thread's sleep. The usual 50,000 would prolong the shortest by half."""
+"""By which the kernel may prolong a thread's sleep. The usual 50,000 would double the shortest."""
 
 
 def pause_s(late_s: float, shortest_s: float, longest_s: float, parts: int = 8) -> float:

@@ -137,7 +137,7 @@ class Pool:
             row_bytes=geometry.row_bytes,
         )
         self.pages: list[int] = np.random.default_rng(role is Role.DECODE).permutation(pages).tolist()
-        self._planes = memory.view.reshape(geometry.layers * 2, pages, -1)
+        self.planes = memory.view.reshape(geometry.layers * 2, pages, -1)
         self._pointers = self.layout.pointers(np.array([memory.address], dtype=np.int64)).reshape(1, -1)
 
     def requests(self, count: int) -> list[list[int]]:
@@ -165,7 +165,7 @@ class Pool:
     def wrong_pages(self, sent: Pool) -> int:
         """Pages of the request that differ from those of the pool it came from."""
         pairs = zip(self.pages, sent.pages, strict=True)
-        return sum(not np.array_equal(self._planes[:, own], sent._planes[:, other]) for own, other in pairs)
+        return sum(not np.array_equal(self.planes[:, own], sent.planes[:, other]) for own, other in pairs)
 
 
 class Baseline:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -22,12 +21,14 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
+import numpy as np
+
 from rdma_kv.agent import Agent
 from rdma_kv.bench.goals import Meter, Missing, figure
 from rdma_kv.bench.member import CLUSTER, PAGE_BYTES, PAGE_TOKENS, STAGING, TOPOLOGY, agent_config
 from rdma_kv.bench.paths import AGENT, PairOptions, Pool, random_memory
 from rdma_kv.bench.rows import Row
-from rdma_kv.bench.worker import Worker, ended
+from rdma_kv.bench.worker import Worker, die_with_parent, ended
 from rdma_kv.client import Client
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.memory import HostMemory
@@ -48,7 +49,7 @@ class Case:
     """Requests that begin at once, all of one size; together no more than the pool.
 
     Attributes:
-        times: a sample is the median of so many measurements in a row.
+        times: a sample is the median of so many measurements in a row; the bytes of the last one are checked.
     """
 
     requests: int
@@ -83,12 +84,17 @@ class Measured:
     Attributes:
         took_s: seconds of a measurement, by way and case.
         engine_s: CPU seconds of the engines' processes for one, user and system, of all threads.
-        sidecar_s: of the sidecars' processes, by case.
+        sidecar_s: of the sidecars' processes.
     """
 
     took_s: dict[tuple[str, Case], list[float]] = field(default_factory=dict)
     engine_s: dict[tuple[str, Case], list[float]] = field(default_factory=dict)
-    sidecar_s: dict[Case, list[float]] = field(default_factory=dict)
+    sidecar_s: dict[tuple[str, Case], list[float]] = field(default_factory=dict)
+
+    def ratio(self, case: Case, *of: dict[tuple[str, Case], list[float]]) -> float:
+        """Of the medians' sums, by sidecars to by agents."""
+        sums = {way: sum(median(samples[way, case]) for samples in of) for way in _WAYS}
+        return sums[SIDECAR] / sums[AGENT]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +123,7 @@ class Engine:
         self._stack = contextlib.AsyncExitStack()
         self._ways: dict[str, Agent | Client] = {}
         self._receiving: asyncio.Future[list[int]] | None = None
+        self._begin_s = 0.0  # CPU of this process when it began to receive
 
     async def start(self) -> dict[str, int]:
         """Both ways: where each listens."""
@@ -131,35 +138,39 @@ class Engine:
 
     async def expect(self, way: str, key: str, requests: int, pages: int) -> None:
         """Decode: begin to receive."""
+        self._begin_s = time.process_time()
         self._receiving = asyncio.gather(
             *(self._receive(self._ways[way], f"{key}-{n}", part) for n, part in self._parts(requests, pages))
         )
 
-    async def received(self) -> int:
-        """Decode: the bytes that came, once all have."""
+    async def received(self) -> tuple[int, float]:
+        """Decode: the bytes that came, once all have, and the CPU seconds that it took."""
         assert self._receiving is not None
-        return sum(await self._receiving)
+        num_bytes = sum(await self._receiving)
+        return num_bytes, time.process_time() - self._begin_s
 
-    async def move(self, way: str, key: str, requests: int, pages: int) -> float:
-        """Prefill: seconds until all requests were done."""
-        begin = time.perf_counter()
+    async def move(self, way: str, key: str, requests: int, pages: int) -> tuple[float, float]:
+        """Prefill: seconds until all requests were done, and CPU seconds."""
+        begin, begin_s = time.perf_counter(), time.process_time()
         await asyncio.gather(
             *(self._send(self._ways[way], f"{key}-{n}", part) for n, part in self._parts(requests, pages))
         )
-        return time.perf_counter() - begin
-
-    async def cpu_s(self) -> float:
-        """Of this process so far."""
-        return time.process_time()
+        return time.perf_counter() - begin, time.process_time() - begin_s
 
     async def wipe(self) -> None:
         """Decode: forget what came."""
         self._pool.memory.view[:] = 0
 
     async def wrong_pages(self, count: int) -> int:
-        """Decode: of the first pages, those that are not what was sent."""
-        wrong = self._pool.wrong_pages(Pool(Role.PREFILL, self._source))
-        return wrong - (len(self._pool.pages) - count)  # the others are still zero
+        """Decode: of the first pages those that are not what was sent, and of the others those that are not zero."""
+        sent = Pool(Role.PREFILL, self._source)
+        expected = HostMemory(self._source.length_bytes)
+        expected.view[:] = 0
+        wanted = Pool(Role.DECODE, expected)
+        for own, other in zip(wanted.pages[:count], sent.pages[:count], strict=True):
+            wanted.planes[:, own] = sent.planes[:, other]
+        pages = range(len(self._pool.pages))
+        return sum(not np.array_equal(self._pool.planes[:, page], wanted.planes[:, page]) for page in pages)
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -227,15 +238,10 @@ class _Processes:
         """Of both sidecars so far."""
         return sum(cpu_s(process.pid) for process in self.sidecars)
 
-    def engine_cpu_s(self) -> float:
-        """Of both engines so far."""
-        return sum(float(engine.ask("cpu_s")) for engine in self.engines.values())
-
 
 def cpu_s(pid: int) -> float:
-    """CPU seconds of a process so far, user and system, of all its threads. Linux only."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    """CPU seconds of a process so far, user and system, of all its threads: Linux's clock of each process."""
+    return time.clock_gettime(~pid << 3 | 2)
 
 
 def measure_sidecar(options: SidecarOptions, meter: Meter) -> list[Row]:
@@ -244,7 +250,7 @@ def measure_sidecar(options: SidecarOptions, meter: Meter) -> list[Row]:
     A transport that is not there is a row that is not ok.
 
     Raises:
-        RdmaKvError: an agent failed, or other bytes arrived than were sent.
+        RdmaKvError: an agent or a sidecar failed, or other bytes arrived than were sent.
     """
     meter("starting two engines and two sidecars", 0, 1)
     with contextlib.ExitStack() as stack:
@@ -266,12 +272,18 @@ def _processes(backend: str) -> Iterator[_Processes]:
         for role in Role:
             places.write_config(role, backend)
             command = [sys.executable, "-m", "rdma_kv.cli.main", "agent", "--config", str(places.config(role))]
-            sidecars.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+            sidecar = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=_end_with_parent)  # noqa: PLW1509
+            sidecars.append(sidecar)
         engines = dict(zip(Role, workers, strict=True))
         ports = {role: engine.ask("start") for role, engine in engines.items()}
         for way in _WAYS:
             places.write_registry(way, {role: listening[way] for role, listening in ports.items()})
         yield _Processes(engines, sidecars)
+
+
+def _end_with_parent() -> None:
+    """In a sidecar's process, before it is one: there are no threads."""
+    die_with_parent(signal.SIGTERM)
 
 
 @contextlib.contextmanager
@@ -306,44 +318,48 @@ def _measure(options: SidecarOptions, processes: _Processes, meter: Meter) -> Me
 def _take(processes: _Processes, measured: Measured, way: str, case: Case, number: int) -> None:
     """A sample; the bytes of the last measurement are checked."""
     decode = processes.engines[Role.DECODE]
-    decode.ask("wipe")
-    engine_s, sidecar_s = processes.engine_cpu_s(), processes.sidecar_cpu_s()
-    took_s = [_move(processes, way, case, f"{number}-{case.name}-{way}-{again}") for again in range(case.times)]
-    engine_s, sidecar_s = processes.engine_cpu_s() - engine_s, processes.sidecar_cpu_s() - sidecar_s
+    samples = []
+    for again in range(case.times):
+        if again == case.times - 1:
+            decode.ask("wipe")
+        samples.append(_move(processes, way, case, f"{number}-{case.name}-{way}-{again}"))
     wrong = decode.ask("wrong_pages", case.requests * case.pages)
     if wrong:
         raise RdmaKvError(f"{case.name}, {way}: {wrong} pages arrived with other bytes than were sent")
     if number:
-        measured.took_s.setdefault((way, case), []).append(median(took_s))
-        measured.engine_s.setdefault((way, case), []).append(engine_s / case.times)
-        if way == SIDECAR:
-            measured.sidecar_s.setdefault(case, []).append(sidecar_s / case.times)
+        for kept, of_one in zip(
+            (measured.took_s, measured.engine_s, measured.sidecar_s), zip(*samples, strict=True), strict=True
+        ):
+            kept.setdefault((way, case), []).append(median(of_one))
 
 
-def _move(processes: _Processes, way: str, case: Case, key: str) -> float:
-    """One measurement."""
+def _move(processes: _Processes, way: str, case: Case, key: str) -> tuple[float, float, float]:
+    """One measurement: seconds, CPU seconds of the engines, and of the sidecars."""
     decode, prefill = processes.engines[Role.DECODE], processes.engines[Role.PREFILL]
+    sidecar_s = processes.sidecar_cpu_s()
     decode.ask("expect", way, key, case.requests, case.pages)
-    took_s = float(prefill.ask("move", way, key, case.requests, case.pages))
-    arrived = decode.ask("received")
+    took_s, prefill_s = prefill.ask("move", way, key, case.requests, case.pages)
+    arrived, decode_s = decode.ask("received")
     if arrived != case.num_bytes:
         raise RdmaKvError(f"{arrived} bytes arrived, not {case.num_bytes}")
-    return took_s
+    return took_s, prefill_s + decode_s, processes.sidecar_cpu_s() - sidecar_s
 
 
 def _rows(measured: Measured) -> list[Row]:
     rows: list[Row] = []
-    for case in CASES:
-        ratio = median(measured.took_s[SIDECAR, case]) / median(measured.took_s[AGENT, case])
-        rows.append(Row(f"{case.name}: time by sidecars to time by agents", ratio, "ratio"))
-    for case in CASES:
-        ratio = median(measured.engine_s[SIDECAR, case]) / median(measured.engine_s[AGENT, case])
-        rows.append(Row(f"{case.name}: CPU of the engines' processes, by sidecars to by agents", ratio, "ratio"))
+    compared = {
+        "time": (measured.took_s,),
+        "CPU of the engines": (measured.engine_s,),
+        "CPU of engines and sidecars": (measured.engine_s, measured.sidecar_s),
+    }
+    for what, of in compared.items():
+        rows += [
+            Row(f"{case.name}: {what}, by sidecars to by agents", measured.ratio(case, *of), "ratio") for case in CASES
+        ]
     for case in CASES:
         for way in _WAYS:
-            rows += figure(f"{case.name}: {way}", [1e3 * took for took in measured.took_s[way, case]], "ms")
-            rows += figure(
-                f"{case.name}: {way}, CPU of the engines", [1e3 * took for took in measured.engine_s[way, case]], "ms"
-            )
-        rows += figure(f"{case.name}: CPU of the sidecars", [1e3 * took for took in measured.sidecar_s[case]], "ms")
+            for name, samples in (("", measured.took_s), (", CPU of the engines", measured.engine_s)):
+                rows += figure(f"{case.name}: {way}{name}", [1e3 * took for took in samples[way, case]], "ms")
+        spent_s = measured.sidecar_s[SIDECAR, case]
+        rows += figure(f"{case.name}: {SIDECAR}, CPU of the sidecars", [1e3 * spent for spent in spent_s], "ms")
     return rows

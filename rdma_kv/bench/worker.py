@@ -147,10 +147,15 @@ def turn(*workers: Worker) -> Iterator[None]:
             worker.pause()
 
 
+def die_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
+    """Have this process told so when the thread that made it has ended. Linux only."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
+
+
 def _child(make: Callable[[], Side], environ: Mapping[str, str | None], pipe: Connection, parents: Connection) -> None:
     parents.close()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends us
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while stopped
+    die_with_parent()  # also while stopped
     for name, value in environ.items():
         if value is None:
             os.environ.pop(name, None)

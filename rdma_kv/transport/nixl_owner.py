@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rdma_kv.errors import ConfigError, TransportError
-from rdma_kv.pauses import pause_s
+from rdma_kv.pauses import pause_s, sharpen_sleeps
 
 BACKEND = "nixl"
 MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports torch
@@ -216,6 +216,7 @@ class Owner:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._fruitless = 0
         self._moved_at_s = 0.0
+        self._sharp = False  # its sleeps end when they should
         self._told = False  # the loop was woken since the last job or sleep
 
     @property
@@ -315,7 +316,11 @@ class Owner:
             return self._jobs.get_nowait()
         self._told = False
         since_s = time.monotonic() - self._moved_at_s
-        parts = _DEVICE_PARTS if any(link.with_devices for link in active) else 1
+        with_devices = any(link.with_devices for link in active)
+        if with_devices and not self._sharp:
+            self._sharp = True
+            sharpen_sleeps()  # between hosts it would only make for more looks
+        parts = _DEVICE_PARTS if with_devices else 1
         return self._jobs.get(timeout=pause_s(since_s, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, parts))
 
     def _note_movement(self) -> None:

@@ -126,6 +126,16 @@ def keeps_busy(schedule, *, parts):
     schedule._byte_s = parts * module.AHEAD_S / Case().chunk.packed_bytes
 
 
+def test_that_the_first_is_late_is_no_work_behind_it(rig):
+    keeps_busy(rig.schedule, parts=0.1)
+    for n in range(4):
+        rig.add(n, Case(n).work())
+        rig.turn()
+        rig.now += 1.0  # beside an engine's kernels
+    assert rig.schedule.gathers == 4
+    rig.finish()
+
+
 @pytest.mark.parametrize(("parts", "ahead"), [(1.5, 2), (0.7, 3), (0.3, 5)])
 def test_behind_the_first_no_more_is_launched_than_lasts_until_it_has_landed(rig, parts, ahead):
     keeps_busy(rig.schedule, parts=parts)
