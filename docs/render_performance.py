@@ -29,7 +29,7 @@ TITLES: Final = {
     "latency_nixl": "`bench latency --transport nixl`, cma",
     "idle_ucx": "`bench idle --transport ucx`",
     "idle_nixl": "`bench idle --transport nixl`",
-    "sidecar": "`bench sidecar --transport ucx`, cma, of commit 402c3ee",
+    "sidecar": "`bench sidecar --transport ucx`, cma, of commit e0e2028",
     "gpu": "`bench gpu`, on a machine of its own: see its last rows",
     "multi_gpu": "`bench multigpu`, on a machine of its own: see its last rows",
 }
