@@ -42,7 +42,7 @@ def quiet(text: str, done: int, total: int) -> None:
     pass
 
 
-@pytest.mark.parametrize("transport", ["ucx", "nixl"])
+@pytest.mark.parametrize("transport", ["ucx", pytest.param("nixl", marks=pytest.mark.long)])
 def test_both_ways_are_measured_and_nobody_is_left(transport: str, sidecars):
     rows = {row.name: row.value for row in measure_sidecar(SidecarOptions(transport, 1), quiet)}
     for case in ("1 x 1 MiB", "3 x 5 MiB"):
@@ -68,6 +68,7 @@ def test_control_wrong_pages_are_seen_and_nobody_is_left_after_an_error(monkeypa
         measure_sidecar(SidecarOptions("ucx", 1), quiet)
 
 
+@pytest.mark.long
 def test_control_a_page_that_nobody_sent_is_seen(monkeypatch: pytest.MonkeyPatch, sidecars):
     right = Engine.wipe
 

@@ -29,7 +29,11 @@ def demo(*options: str) -> tuple[int, dict, str]:
     [
         ([], "auto"),
         (["--prefill", "dp=1", "--decode", "dp=1", "--transport", "ucx"], "ucx"),
-        (["--prefill", "tp=1", "--decode", "tp=4", "--kv-heads", "2", "--transport", "nixl"], "nixl"),
+        pytest.param(
+            ["--prefill", "tp=1", "--decode", "tp=4", "--kv-heads", "2", "--transport", "nixl"],
+            "nixl",
+            marks=pytest.mark.long,
+        ),
         pytest.param(
             ["--prefill", "tp=4,dp=2", "--decode", "tp=2,dp=2", "--transport", "nixl"], "nixl", marks=pytest.mark.long
         ),
@@ -76,6 +80,7 @@ def test_swapped_replicas_are_refused_by_the_checks():
     assert all("owns no rank" in failure for failure in answer["failures"])
 
 
+@pytest.mark.long
 def test_a_demo_that_does_not_finish_says_so():
     status, answer, _ = demo("--timeout", "1", "--requests", "256")
     assert status == 1
