@@ -10,12 +10,15 @@ import contextlib
 import ctypes
 from typing import Final
 
+PARTS: Final = 8
+"""Into which the time is cut by which something is late: its end is noticed an eighth later at most."""
+
 _PR_SET_TIMERSLACK: Final = 29
 _TIMER_SLACK_NS: Final = 1000
 """By which the kernel may prolong a thread's sleep. The usual 50,000 would double the shortest."""
 
 
-def pause_s(late_s: float, shortest_s: float, longest_s: float, parts: int = 8) -> float:
+def pause_s(late_s: float, shortest_s: float, longest_s: float, parts: int = PARTS) -> float:
     """How long to sleep before the next look.
 
     Args:

@@ -20,16 +20,14 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from rdma_kv.bench.member import CLUSTER, PAGE_BYTES, PAGE_TOKENS, TOPOLOGY, HostSpec, serve
+from rdma_kv.bench.member import PAGE_BYTES, PAGE_TOKENS, TOPOLOGY, HostSpec, serve, write_registry
 from rdma_kv.bench.rows import Progress, Row, percentile
 from rdma_kv.bench.wire import Answer, Channel, Check, Checked, Move, Moved, Question, Rest, Rested, Started, Stop
 from rdma_kv.errors import RdmaKvError
-from rdma_kv.registry.static import AgentRecord, EngineRecord, dump_registry
-from rdma_kv.topology import TieBreak
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
 from rdma_kv.transport.named import TransportMaker, names
 from rdma_kv.transport.ucx_environment import prepare_ucx_environment
-from rdma_kv.types import AgentId, Role
+from rdma_kv.types import Role
 
 MOVES = 7  # odd, and medians over them, as other work may share the cores
 CPU_GOAL_PERCENT = 1.0
@@ -149,7 +147,10 @@ async def _measure(
         try:
             async with asyncio.timeout(options.seconds + _BESIDES_S):
                 progress(f"starting two agents over {options.transport}")
-                _write_registry(specs, [_as(Started, await channel.answer()) for channel in channels])
+                ports: dict[Role, int] = {}
+                for spec, channel in zip(specs, channels, strict=True):
+                    ports |= zip(spec.roles, _as(Started, await channel.answer()).ports, strict=True)
+                write_registry(specs[0].registry, ports, TOPOLOGY)
                 return await _rows(options, channels, progress)
         except TimeoutError as exc:
             raise RdmaKvError(f"not finished within {options.seconds + _BESIDES_S:.0f} s") from exc
@@ -231,18 +232,3 @@ def _as(kind: type[A], answer: Answer) -> A:
     if not isinstance(answer, kind):
         raise RdmaKvError(f"a measured process answered {type(answer).__name__}, not {kind.__name__}")
     return answer
-
-
-def _write_registry(specs: Sequence[HostSpec], started: Sequence[Started]) -> None:
-    engines = [
-        EngineRecord(
-            role.value,
-            role,
-            TOPOLOGY,
-            TieBreak.REPLICA,
-            (AgentRecord(AgentId(CLUSTER, role.value, role, 0), "127.0.0.1", port, (0,)),),
-        )
-        for spec, at in zip(specs, started, strict=True)
-        for role, port in zip(spec.roles, at.ports, strict=True)
-    ]
-    specs[0].registry.write_bytes(dump_registry(CLUSTER, engines))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import resource
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,11 +33,11 @@ from rdma_kv.bench.wire import (
 from rdma_kv.config import StagingConfig, Timeouts
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.layout import KvLayout
-from rdma_kv.registry.static import StaticRegistry
+from rdma_kv.registry.static import AgentRecord, EngineRecord, StaticRegistry, dump_registry
 from rdma_kv.session import AgentConfig
-from rdma_kv.topology import ModelSpec, Topology
+from rdma_kv.topology import ModelSpec, TieBreak, Topology
 from rdma_kv.transport.named import TransportMaker
-from rdma_kv.types import ReplicaId, Role
+from rdma_kv.types import AgentId, ReplicaId, Role
 
 CLUSTER = "bench"
 LAYERS, HEADS, ROW_BYTES = 16, 8, 256
@@ -152,6 +152,15 @@ def agent_config(
         staging=staging,
         timeouts=Timeouts(transfer=timeout_s),
     )
+
+
+def write_registry(registry: Path, ports: Mapping[Role, int], topology: Topology) -> None:
+    """Of an engine of either role, which is one agent of rank 0 on that port."""
+    engines = []
+    for role, port in ports.items():
+        agent = AgentRecord(AgentId(CLUSTER, role.value, role, 0), "127.0.0.1", port, (0,))
+        engines.append(EngineRecord(role.value, role, topology, TieBreak.REPLICA, (agent,)))
+    registry.write_bytes(dump_registry(CLUSTER, engines))
 
 
 @contextlib.asynccontextmanager

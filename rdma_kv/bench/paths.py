@@ -23,7 +23,6 @@ import numpy as np
 from rdma_kv.agent import Agent
 from rdma_kv.bench.contestants import make_transport
 from rdma_kv.bench.member import (
-    CLUSTER,
     HEADS,
     LAYERS,
     PAGE_BYTES,
@@ -31,6 +30,7 @@ from rdma_kv.bench.member import (
     ROW_BYTES,
     STAGING,
     agent_config,
+    write_registry,
 )
 from rdma_kv.bench.worker import Side, Worker, ended
 from rdma_kv.errors import ConfigError, RdmaKvError
@@ -39,12 +39,12 @@ from rdma_kv.kernels.reference import gather, scatter
 from rdma_kv.layout import KvLayout
 from rdma_kv.memory import HostMemory
 from rdma_kv.planner import token_offsets
-from rdma_kv.registry.static import AgentRecord, EngineRecord, StaticRegistry, dump_registry
-from rdma_kv.topology import TieBreak, Topology
+from rdma_kv.registry.static import StaticRegistry
+from rdma_kv.topology import Topology
 from rdma_kv.transport.base import Endpoint, Transport, WritePair
 from rdma_kv.transport.loopback import LoopbackNetwork, LoopbackTransport
 from rdma_kv.transport.named import names
-from rdma_kv.types import AgentId, Descriptor, ReplicaId, Role
+from rdma_kv.types import Descriptor, ReplicaId, Role
 
 AGENT, BASELINE = "agent", "baseline"
 SLOTS = 2  # of the baseline, at each end
@@ -162,9 +162,9 @@ class Pool:
             row_bytes=self.geometry.row_bytes,
         )
 
-    def wrong_pages(self, sent: Pool) -> int:
-        """Pages of the request that differ from those of the pool it came from."""
-        pairs = zip(self.pages, sent.pages, strict=True)
+    def wrong_pages(self, sent: Pool, count: int | None = None) -> int:
+        """Of the request's first `count` pages, or of all, those that differ from those of the pool it came from."""
+        pairs = zip(self.pages[:count], sent.pages[:count], strict=True)
         return sum(not np.array_equal(self.planes[:, own], sent.planes[:, other]) for own, other in pairs)
 
 
@@ -385,11 +385,7 @@ def connect_sides(workers: Sequence[Worker], registry: Path, topology: Topology)
     for worker in workers:
         ports |= worker.ask("start")
         opened |= worker.ask("open")
-    engines = []
-    for role, port in ((Role(name), port) for name, port in ports.items()):
-        agent = AgentRecord(AgentId(CLUSTER, role.value, role, 0), "127.0.0.1", port, (0,))
-        engines.append(EngineRecord(role.value, role, topology, TieBreak.REPLICA, (agent,)))
-    registry.write_bytes(dump_registry(CLUSTER, engines))
+    write_registry(registry, {Role(name): port for name, port in ports.items()}, topology)
     for worker in workers:
         worker.begin("connect", opened)
     for worker in workers:

@@ -21,21 +21,18 @@ from pathlib import Path
 from statistics import median
 from typing import Final
 
-import numpy as np
-
 from rdma_kv.agent import Agent
 from rdma_kv.bench.goals import Meter, Missing, figure
-from rdma_kv.bench.member import CLUSTER, PAGE_BYTES, PAGE_TOKENS, STAGING, TOPOLOGY, agent_config
+from rdma_kv.bench.member import PAGE_BYTES, PAGE_TOKENS, STAGING, TOPOLOGY, agent_config, write_registry
 from rdma_kv.bench.paths import AGENT, PairOptions, Pool, random_memory
 from rdma_kv.bench.rows import Row
 from rdma_kv.bench.worker import Worker, die_with_parent, ended
 from rdma_kv.client import Client
 from rdma_kv.errors import RdmaKvError
 from rdma_kv.memory import HostMemory
-from rdma_kv.registry.static import AgentRecord, EngineRecord, StaticRegistry, dump_registry
-from rdma_kv.topology import TieBreak
+from rdma_kv.registry.static import StaticRegistry
 from rdma_kv.transport.named import names
-from rdma_kv.types import AgentId, ReplicaId, Role
+from rdma_kv.types import ReplicaId, Role
 
 SIDECAR: Final = "sidecar"
 _WAYS: Final = (AGENT, SIDECAR)
@@ -163,14 +160,8 @@ class Engine:
 
     async def wrong_pages(self, count: int) -> int:
         """Decode: of the first pages those that are not what was sent, and of the others those that are not zero."""
-        sent = Pool(Role.PREFILL, self._source)
-        expected = HostMemory(self._source.length_bytes)
-        expected.view[:] = 0
-        wanted = Pool(Role.DECODE, expected)
-        for own, other in zip(wanted.pages[:count], sent.pages[:count], strict=True):
-            wanted.planes[:, own] = sent.planes[:, other]
-        pages = range(len(self._pool.pages))
-        return sum(not np.array_equal(self._pool.planes[:, page], wanted.planes[:, page]) for page in pages)
+        strays = sum(bool(self._pool.planes[:, page].any()) for page in self._pool.pages[count:])
+        return self._pool.wrong_pages(Pool(Role.PREFILL, self._source), count) + strays
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -218,13 +209,6 @@ class _Places:
             f"transfer = {_TRANSFER_S}",
         ]
         self.config(role).write_text("\n".join(lines) + "\n")
-
-    def write_registry(self, way: str, ports: Mapping[Role, int]) -> None:
-        engines = []
-        for role, port in ports.items():
-            agent = AgentRecord(AgentId(CLUSTER, role.value, role, 0), "127.0.0.1", port, (0,))
-            engines.append(EngineRecord(role.value, role, TOPOLOGY, TieBreak.REPLICA, (agent,)))
-        self.registry(way).write_bytes(dump_registry(CLUSTER, engines))
 
 
 @dataclass(frozen=True)
@@ -277,7 +261,7 @@ def _processes(backend: str) -> Iterator[_Processes]:
         engines = dict(zip(Role, workers, strict=True))
         ports = {role: engine.ask("start") for role, engine in engines.items()}
         for way in _WAYS:
-            places.write_registry(way, {role: listening[way] for role, listening in ports.items()})
+            write_registry(places.registry(way), {role: found[way] for role, found in ports.items()}, TOPOLOGY)
         yield _Processes(engines, sidecars)
 
 
@@ -327,9 +311,8 @@ def _take(processes: _Processes, measured: Measured, way: str, case: Case, numbe
     if wrong:
         raise RdmaKvError(f"{case.name}, {way}: {wrong} pages arrived with other bytes than were sent")
     if number:
-        for kept, of_one in zip(
-            (measured.took_s, measured.engine_s, measured.sidecar_s), zip(*samples, strict=True), strict=True
-        ):
+        parts = (measured.took_s, measured.engine_s, measured.sidecar_s)
+        for kept, of_one in zip(parts, zip(*samples, strict=True), strict=True):
             kept.setdefault((way, case), []).append(median(of_one))
 
 

@@ -36,14 +36,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rdma_kv.errors import ConfigError, TransportError
-from rdma_kv.pauses import pause_s, sharpen_sleeps
+from rdma_kv.pauses import PARTS, pause_s, sharpen_sleeps
 
 BACKEND = "nixl"
 MODULES = ("nixl_cu12", "nixl_cu13")  # never `nixl`: the meta package imports torch
 _SPINS = 20  # turns without sleep after the last movement: some 0.2 ms, a small WRITE's latency
 _SHORTEST_PAUSE_S = 50e-6
 _LONGEST_PAUSE_S = 1e-3
-_DEVICE_PARTS = 8  # of the time since something moved, with memory of GPUs
 _EXIT_JOIN_S = 2.0  # how long a process that forgot `close` waits for the thread at its exit
 
 T = TypeVar("T")
@@ -320,7 +319,7 @@ class Owner:
         if with_devices and not self._sharp:
             self._sharp = True
             sharpen_sleeps()  # between hosts it would only make for more looks
-        parts = _DEVICE_PARTS if with_devices else 1
+        parts = PARTS if with_devices else 1
         return self._jobs.get(timeout=pause_s(since_s, _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, parts))
 
     def _note_movement(self) -> None:
